@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The command ``glm5next-kda``."""
+
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+import torch
+
+from vllm.benchmarks.kda_decode import check
+from vllm.benchmarks.kda_decode.check import SCENARIOS, Route, check_step, run_check
+from vllm.benchmarks.kda_decode.cli import parser
+
+
+def test_module_form_starts_the_interpreter_by_itself():
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm.benchmarks.kda_decode", "check", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    assert "--tp" in done.stdout
+
+
+@pytest.mark.parametrize("arguments", ([], ["check", "--tp", "3"], ["bench2"]))
+def test_bad_arguments_end_with_usage(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parser().parse_args(arguments)
+    assert stop.value.code == 2
+    assert "usage: glm5next-kda" in capsys.readouterr().err
+
+
+def test_table_and_status(capsys):
+    with mock.patch.object(check, "SCENARIOS", SCENARIOS[:2]):
+        assert run_check(1, "triton")
+        table = capsys.readouterr().out
+        assert "2 passed, 0 failed" in table
+        assert "fused_recurrent_kda" in table and "interpreter" in table
+
+
+@pytest.mark.parametrize("target", ("output", "state", "conv", "other slot"))
+def test_a_wrong_result_is_a_mismatch(target):
+    """Break one result of a right step, and the verdict must follow."""
+    real = check.LayerUnderTest.run
+
+    def broken(under_test, hidden_states, metadata):
+        def spoil(_, args):
+            if target == "output":
+                args[0][1] *= 1.05
+
+        handle = under_test.layer.o_proj.register_forward_pre_hook(spoil, prepend=True)
+        result = real(under_test, hidden_states, metadata)
+        handle.remove()
+        if target == "state":
+            under_test.recurrent_state[SCENARIOS[0].batch.slots[0][0]] *= 1.05
+        if target == "conv":
+            under_test.conv_state[SCENARIOS[0].batch.slots[0][0], 5, 1] += 1
+        if target == "other slot":
+            under_test.recurrent_state[20, 0, 0, 0] += 1e-6
+        return result
+
+    route = Route("vLLM", "triton")
+    cpu = torch.device("cpu")
+    assert check_step(SCENARIOS[0], route, 1, cpu).passed
+    with mock.patch.object(check.LayerUnderTest, "run", broken):
+        assert not check_step(SCENARIOS[0], route, 1, cpu).passed
+
+
+def test_a_nan_is_a_mismatch():
+    wanted = torch.ones(4, dtype=torch.float64)
+    found = wanted.clone()
+    found[2] = torch.nan
+    error = check.Error.of(found, wanted)
+    assert not error.relative <= 1.0
