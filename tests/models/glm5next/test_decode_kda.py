@@ -38,6 +38,11 @@ from vllm.model_executor.layers.mamba.gdn.kda_decode.b12x import (
 )
 from vllm.model_executor.layers.mamba.gdn.kda_decode.routes import BatchKind, Call
 from vllm.model_executor.layers.mamba.gdn.kda_decode.step import decode_step
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+    record_metadata_for_reloading,
+)
 from vllm.models.glm5next import decode_kda
 from vllm.models.glm5next.common.kda import Glm5NextLinearAttention
 from vllm.models.glm5next.decode_kda import Glm5NextDecodeLinearAttention
@@ -702,8 +707,42 @@ def test_constants_are_buffers_that_no_checkpoint_holds():
     buffers = dict(under_test.layer.named_buffers())
     constants = under_test.layer._decode.constants
     for name, constant in constants.items():
-        assert buffers[f"kda_decode_{name}"] is constant
-    assert not any("kda_decode" in name for name in under_test.layer.state_dict())
+        assert buffers[f"decode_constants.{name}"] is constant
+    assert not any("constants" in name for name in under_test.layer.state_dict())
+
+
+@pytest.mark.parametrize("double", (None, B12xDouble(single_token=True)))
+def test_vllms_layerwise_reload(double, caplog_vllm):
+    """vLLM moves a layer's tensors to the meta device, loads, and copies back."""
+    backend = "triton" if double is None else None
+    under_test = layer_with(double, backend=backend)
+    layer = under_test.layer
+    metadata = under_test.metadata(PLAIN)
+    addresses = {n: t.data_ptr() for n, t in layer.state_dict().items()}
+    record_metadata_for_reloading(layer)
+    initialize_layerwise_reload(layer)
+    generator = torch.Generator().manual_seed(9)
+    for name, parameter in list(layer.named_parameters()):
+        value = torch.randn(parameter.shape, generator=generator) * 0.1
+        if "in_proj" in name:
+            for shard, rows in enumerate(value.split(layer_shards(layer))):
+                parameter.weight_loader(parameter, rows, shard)
+        else:
+            parameter.weight_loader(parameter, value)
+    finalize_layerwise_reload(layer, under_test.config.model_config)
+    assert {n: t.data_ptr() for n, t in layer.state_dict().items()} == addresses
+    assert "Failed to load" not in caplog_vllm.text
+    found = under_test.run(hidden(3), metadata)
+
+    fresh = layer_with(double, backend=backend)
+    fresh.layer.load_state_dict(layer.state_dict())
+    assert torch.equal(found, fresh.run(hidden(3), fresh.metadata(PLAIN)))
+    assert torch.equal(under_test.pages, fresh.pages)
+
+
+def layer_shards(layer):
+    part = layer.local_projection_size
+    return [part, part, part, layer.local_num_heads, layer.head_dim, layer.head_dim]
 
 
 def test_single_token_call_is_warmed_for_the_capture_sizes():

@@ -24,6 +24,7 @@ from vllm.model_executor.layers.mamba.gdn.kda_decode.backend import (
     Resolution,
     resolve_kda_decode_backend,
 )
+from vllm.model_executor.layers.mamba.gdn.kda_decode.constants import DecodeConstants
 from vllm.model_executor.layers.mamba.gdn.kda_decode.routes import (
     ROUTES,
     BatchKind,
@@ -119,8 +120,7 @@ class Glm5NextDecodeLinearAttention(Glm5NextLinearAttention):
                 self.A_log.device,
                 tuple(vllm_config.compilation_config.cudagraph_capture_sizes or ()),
             )
-            for name, constant in backend.constants.items():
-                self.register_buffer(f"kda_decode_{name}", constant, persistent=False)
+            self.decode_constants = DecodeConstants(backend.constants)
             self._decode = backend
         _log_resolution(self.decode_resolution)
 

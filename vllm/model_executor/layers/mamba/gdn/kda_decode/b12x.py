@@ -189,8 +189,8 @@ class B12xDecode:
         """Settle the capacity and take the constants.
 
         The constants are made here and not in :meth:`bind`, which vLLM calls inside
-        a memory pool whose contents a sleeping engine drops. The layer registers
-        them as buffers: those come back when the engine wakes.
+        a memory pool whose contents a sleeping engine drops. The layer keeps them
+        in :class:`~.constants.DecodeConstants`.
 
         Args:
             features: A usable B12X.
