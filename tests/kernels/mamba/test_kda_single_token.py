@@ -21,9 +21,9 @@ from vllm.triton_utils import triton
 
 D = 128
 CONSTANTS = {"lower_bound": -5.0, "eps": 1e-5}
-# The interpreter truncates where a GPU rounds to bf16, so q, k, v and the
-# output may each be one bf16 step off there.
-TOLERANCE = 2e-2 if op._num_sms(torch.device("cpu")) == 1 else 1e-2
+# Of output and state, relative. The interpreter truncates to bf16 where a GPU
+# rounds, so there q, k, v and the output may each be one bf16 step off.
+TOLERANCE = 5e-3 if torch.cuda.is_available() else 1e-2
 
 
 def make_case(
@@ -147,7 +147,11 @@ def check_against_both(case: dict[str, torch.Tensor]) -> None:
     assert torch.equal(ours["recurrent_state"], theirs["recurrent_state"])
 
 
-@pytest.fixture(params=op._VARIANTS, ids=lambda v: f"tiles{v.tiles}-chunks{v.chunks}")
+# Without a GPU there is nothing to prefetch, so two variants are the same there.
+VARIANTS = [v for v in op._VARIANTS if torch.cuda.is_available() or v != op._WHOLE]
+
+
+@pytest.fixture(params=VARIANTS, ids=lambda v: "-".join(map(str, v)))
 def variant(request, monkeypatch) -> op._Variant:
     monkeypatch.setattr(op, "_select_variant", lambda units, num_sms: request.param)
     return request.param

@@ -54,15 +54,15 @@ def resolve(requested="auto", capability=BLACKWELL, features=None, **geometry):
 
 def test_absent_package():
     resolution = resolve(features=B12xFeatures())
-    assert resolution.capability is Capability.VLLM
-    assert resolution.declined == "b12x is not installed"
+    assert resolution.capability is Capability.ONE_LAUNCH
+    assert resolution.declined == "b12x not used: b12x is not installed"
 
 
 @pytest.mark.parametrize("name", ("Caps", "plan", "bind_kda", "run_kda"))
 def test_absent_entry_point(name):
     resolution = resolve(features=probe_b12x(api(without=name)))
-    assert resolution.capability is Capability.VLLM
-    assert resolution.declined == f"b12x lacks {name}"
+    assert resolution.capability is Capability.ONE_LAUNCH
+    assert resolution.declined == f"b12x not used: b12x lacks {name}"
 
 
 def test_single_token_call_is_found_by_looking():
@@ -91,27 +91,47 @@ def test_a_probe_that_raises_is_a_reason():
     assert "ZeroDivisionError" in resolve(features=probe_b12x(broken)).declined
 
 
-@pytest.mark.parametrize(
-    "change",
-    (
-        {"head_dim": 64},
-        {"model_dtype": torch.float16},
-        {"conv_dtype": torch.float32},
-        {"state_dtype": torch.float16},
-        {"lower_bound": None},
-        {"lower_bound": 0.5},
-        {"lower_bound": float("-inf")},
-        {"num_spec": 8},
-    ),
-    ids=str,
+B12X_REQUIRES = (
+    {"head_dim": 64},
+    {"model_dtype": torch.float16},
+    {"conv_dtype": torch.float32},
+    {"state_dtype": torch.float16},
+    {"lower_bound": None},
+    {"lower_bound": 0.5},
+    {"lower_bound": float("-inf")},
+    {"num_spec": 8},
 )
-def test_each_requirement_declines_auto_and_fails_an_explicit_choice(change):
-    declined = resolve(**change)
-    assert declined.capability is Capability.VLLM and declined.declined
+ONE_LAUNCH_REQUIRES = (*B12X_REQUIRES[:5], {"conv_width": 3})
+
+
+@pytest.mark.parametrize("change", B12X_REQUIRES, ids=str)
+def test_each_requirement_of_b12x(change):
+    assert resolve(**change).backend != "b12x"
     with pytest.raises(RuntimeError) as error:
         resolve("b12x", **change)
-    assert declined.declined in str(error.value)
+    assert resolve(**change).declined.split("; ")[0].partition(": ")[2] in str(
+        error.value
+    )
     assert INSTALL_COMMAND in str(error.value)
+
+
+@pytest.mark.parametrize("change", ONE_LAUNCH_REQUIRES, ids=str)
+def test_each_requirement_of_the_one_launch_kernel(change):
+    resolution = resolve(features=B12xFeatures(), **change)
+    assert resolution.capability is Capability.VLLM
+    assert "one_launch not used: " in resolution.declined
+    with pytest.raises(RuntimeError) as error:
+        resolve("one_launch", **change)
+    assert resolution.declined.partition("one_launch not used: ")[2] in str(error.value)
+
+
+@pytest.mark.parametrize("capability", (None, (7, 5)))
+def test_one_launch_needs_a_device_with_bfloat16(capability):
+    resolution = resolve(capability=capability)
+    assert resolution.capability is Capability.VLLM
+    with pytest.raises(RuntimeError, match="compute capability|CUDA device"):
+        resolve("one_launch", capability)
+    assert resolve("one_launch", (8, 0)).capability is Capability.ONE_LAUNCH
 
 
 def test_explicit_choice_names_every_unmet_requirement():
@@ -123,6 +143,7 @@ def test_explicit_choice_names_every_unmet_requirement():
 
 def test_auto_keeps_to_b12x_hardware_and_explicit_does_not():
     assert "9.0" in resolve(capability=HOPPER).declined
+    assert resolve(capability=HOPPER).backend == "one_launch"
     assert resolve("b12x", HOPPER).backend == "b12x"
     assert resolve(capability=(12, 1)).backend == "b12x"
 

@@ -17,9 +17,9 @@ from vllm.benchmarks.kda_decode.check import (
     SCENARIOS,
     CopyCounter,
     Route,
-    _doubled_routes,
     between_projections,
     check_step,
+    routes,
 )
 from vllm.benchmarks.kda_decode.double import B12xDouble
 from vllm.benchmarks.kda_decode.layer import (
@@ -127,7 +127,8 @@ def test_one_log_line(caplog_vllm):
 def test_declined_b12x_is_logged_with_its_reason(caplog_vllm):
     _print_info_once.cache_clear()
     layer_with(mock.Mock(features=lambda: B12xFeatures(missing="b12x lacks plan")))
-    assert "one-token steps: vllm; b12x not used: b12x lacks plan" in caplog_vllm.text
+    line = "one-token steps: one_launch; b12x not used: b12x lacks plan"
+    assert line in caplog_vllm.text
 
 
 @pytest.fixture
@@ -153,7 +154,7 @@ def test_a_plan_that_cannot_be_prepared(requested):
 # --- numbers ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("route", _doubled_routes() + [Route("vLLM", "triton")])
+@pytest.mark.parametrize("route", routes(CPU, "all"))
 @pytest.mark.parametrize("scenario", DECODES, ids=lambda scenario: scenario.name)
 def test_step_against_float64(scenario, route):
     outcome = check_step(scenario, route, 2, CPU)
@@ -614,6 +615,31 @@ def test_c10_a_call_that_raises_is_not_followed_by_another():
     vllm_route.assert_not_called()
 
 
+@pytest.mark.parametrize("route", routes(CPU, "all"), ids=lambda route: route.name)
+@pytest.mark.parametrize("num_spec", (0, NUM_SPEC))
+def test_c7_conv_state_layouts_agree(route, num_spec):
+    """With drafts configured a plain step keeps to the first three columns."""
+    results = []
+    for layout in ("SD", "DS"):
+        under_test = build_layer(
+            LayerOptions(num_spec=num_spec, backend=route.backend, conv_layout=layout),
+            num_slots=SLOTS,
+            b12x=route.features() if route.features else None,
+        )
+        generator = torch.Generator().manual_seed(1)
+        logical = torch.randn(under_test.conv_state.shape, generator=generator)
+        under_test.conv_state.copy_(logical)
+        slots = [[4 * r + c + 1 for c in range(num_spec + 1)] for r in range(3)]
+        output = under_test.run(hidden(3), under_test.metadata(Batch([1, 1, 1], slots)))
+        after = under_test.conv_state
+        assert torch.equal(after[..., 3:], logical[..., 3:].bfloat16())
+        assert torch.equal(after[1, :, :2], logical[1, :, 1:3].bfloat16())
+        assert under_test.layer._conv_state_dim_first == (layout == "DS")
+        results.append((output, after, under_test.recurrent_state))
+    for sd, ds in zip(*results, strict=True):
+        assert torch.equal(sd, ds)
+
+
 # --- prefill ----------------------------------------------------------------------
 
 
@@ -681,10 +707,17 @@ def test_caches_can_be_bound_again(live):
     assert torch.equal(fresh, old_pages), "the caches bound before stay as they were"
 
 
-@pytest.mark.parametrize("double", (None, B12xDouble(single_token=True)))
-def test_reloaded_conv_weights_take_effect(double):
+NO_B12X = mock.Mock(features=B12xFeatures)
+ON_EACH_BACKEND = pytest.mark.parametrize(
+    ("double", "backend"),
+    ((None, "triton"), (B12xDouble(single_token=True), "b12x"), (NO_B12X, None)),
+    ids=("triton", "b12x", "one_launch"),
+)
+
+
+@ON_EACH_BACKEND
+def test_reloaded_conv_weights_take_effect(double, backend):
     """vLLM's own layer keeps the convolution weights that it merged first."""
-    backend = "triton" if double is None else None
     under_test = layer_with(double, backend=backend)
     metadata = under_test.metadata(PLAIN)
     under_test.run(hidden(3), metadata)
@@ -711,10 +744,9 @@ def test_constants_are_buffers_that_no_checkpoint_holds():
     assert not any("constants" in name for name in under_test.layer.state_dict())
 
 
-@pytest.mark.parametrize("double", (None, B12xDouble(single_token=True)))
-def test_vllms_layerwise_reload(double, caplog_vllm):
+@ON_EACH_BACKEND
+def test_vllms_layerwise_reload(double, backend, caplog_vllm):
     """vLLM moves a layer's tensors to the meta device, loads, and copies back."""
-    backend = "triton" if double is None else None
     under_test = layer_with(double, backend=backend)
     layer = under_test.layer
     metadata = under_test.metadata(PLAIN)

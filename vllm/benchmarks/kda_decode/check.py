@@ -6,9 +6,8 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,10 +21,14 @@ from vllm.benchmarks.kda_decode.layer import (
     LayerUnderTest,
     build_layer,
 )
+from vllm.model_executor.layers.mamba.gdn.kda_decode import one_launch
 from vllm.model_executor.layers.mamba.gdn.kda_decode import step as step_module
 from vllm.model_executor.layers.mamba.gdn.kda_decode.b12x import (
     B12xFeatures,
     installed_b12x,
+)
+from vllm.model_executor.layers.mamba.gdn.kda_decode.one_launch import (
+    MIN_COMPUTE_CAPABILITY,
 )
 from vllm.model_executor.layers.mamba.ops.kda_single_token import reference_kda_decode
 
@@ -39,6 +42,7 @@ NUM_SLOTS = 24
 # GPU rounds, so there every value differs.
 OUTPUT_BOUND = {"cuda": 4e-3, "cpu": 8e-3}
 STATE_BOUND = {"cuda": 2e-4, "cpu": 8e-3}
+BF16_STATE_BOUND = {"cuda": 4e-3, "cpu": 8e-3}
 # Chunked prefill multiplies in bfloat16.
 PREFILL_BOUND = 2e-2
 
@@ -110,7 +114,7 @@ class Route:
     Attributes:
         name: What the table calls it.
         backend: Its ``kda_decode_backend``.
-        features: Makes the B12X that the layer finds, or None for none of its own.
+        features: Makes the B12X that the layer is to find; None for the installed.
     """
 
     name: str
@@ -134,7 +138,7 @@ class Error:
     def of(cls, found: torch.Tensor, wanted: torch.Tensor) -> "Error":
         """Compare in float64; a NaN makes both figures NaN, which meet no bound."""
         wanted = wanted.detach()
-        difference = found.detach().cpu().double() - wanted
+        difference = found.detach().double() - wanted
         return cls(
             float(difference.abs().max()), float(difference.norm() / wanted.norm())
         )
@@ -164,15 +168,18 @@ def routes(device: torch.device, backend: str) -> list[Route]:
         The routes. On a CPU, B12X's are those of its double.
     """
     found = [Route("vLLM", "triton")]
-    if device.type == "cuda":
-        if installed_b12x().missing is None:
-            found.append(Route("B12X", "b12x", installed_b12x))
+    if device.type == "cpu":
+        found += [Route("one launch", "one_launch", B12xFeatures), *doubled_routes()]
     else:
-        found += _doubled_routes()
+        if torch.cuda.get_device_capability(device) >= MIN_COMPUTE_CAPABILITY:
+            found.append(Route("one launch", "one_launch"))
+        if installed_b12x().missing is None:
+            found.append(Route("B12X", "b12x"))
     return [route for route in found if backend in ("all", route.backend)]
 
 
-def _doubled_routes() -> list[Route]:
+def doubled_routes() -> list[Route]:
+    """B12X's routes behind its double; none if b12x is not installed."""
     try:
         from vllm.benchmarks.kda_decode.double import B12xDouble
     except ImportError as error:
@@ -327,6 +334,7 @@ def recorded_calls(layer: Any, calls: Counter[str]) -> Iterator[None]:
 
     places = [(kda, name) for name in _VLLM_ENTRY_POINTS]
     places.append((step_module, "causal_conv1d_update"))
+    places.append((one_launch, "kda_single_token"))
     api = getattr(getattr(layer._decode, "features", None), "api", None)
     places += [(api, name) for name in _B12X_ENTRY_POINTS if hasattr(api, name)]
 
@@ -357,7 +365,7 @@ def float64_step(
     conv_state: torch.Tensor,
     recurrent_state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What a step should give, in float64 on the CPU.
+    """What a step should give, in float64.
 
     Args:
         under_test: The layer, after the step.
@@ -373,27 +381,25 @@ def float64_step(
     layer, tokens = under_test.layer, batch.num_tokens
     heads, dim = layer.local_num_heads, layer.head_dim
     width = 3 * layer.local_projection_size
-    projected = seen["projected"][:tokens].cpu()
-    conv_state, recurrent_state = conv_state.cpu(), recurrent_state.cpu()
-    for row, slots in enumerate(batch.slots):
-        if (batch.prefilling or [False] * len(batch.slots))[row] and (
-            batch.computed or [1] * len(batch.slots)
-        )[row] == 0:
-            conv_state[slots[0]] = 0
-            recurrent_state[slots[0]] = 0
-    parameters = SimpleNamespace(
-        **{name.replace(".", "_"): p.cpu() for name, p in layer.named_parameters()}
-    )
-    convs = [getattr(parameters, f"{x}_conv1d_weight").squeeze(1) for x in "qkv"]
+    projected = seen["projected"][:tokens]
+    conv_state, recurrent_state = conv_state.clone(), recurrent_state.clone()
+    fresh = [
+        slots[0]
+        for slots, computed in zip(batch.slots, batch.computed or (), strict=False)
+        if computed == 0
+    ]
+    conv_state[fresh] = 0
+    recurrent_state[fresh] = 0
+    convs = (layer.q_conv1d, layer.k_conv1d, layer.v_conv1d)
     arguments = {
         "mixed_qkv": projected[:, :width],
-        "conv_weight": torch.cat(convs),
-        "raw_g": seen["raw_g"][:tokens].view(-1, heads, dim).cpu(),
+        "conv_weight": torch.cat([conv.weight.squeeze(1) for conv in convs]),
+        "raw_g": seen["raw_g"][:tokens].view(-1, heads, dim),
         "raw_beta": projected[:, width : width + heads],
-        "z": seen["z"][:tokens].view(-1, heads, dim).cpu(),
-        "A_log": parameters.A_log,
-        "dt_bias": parameters.dt_bias,
-        "norm_weight": parameters.o_norm_weight,
+        "z": seen["z"][:tokens].view(-1, heads, dim),
+        "A_log": layer.A_log,
+        "dt_bias": layer.dt_bias,
+        "norm_weight": layer.o_norm.weight,
     }
     return _float64_rows(
         arguments,
@@ -453,7 +459,11 @@ def _bound(bounds: dict[str, float], scenario: Scenario, device: torch.device) -
 
 
 def check_step(
-    scenario: Scenario, route: Route, num_heads: int, device: Any
+    scenario: Scenario,
+    route: Route,
+    num_heads: int,
+    device: torch.device,
+    options: LayerOptions | None = None,
 ) -> Outcome:
     """Run one scenario on one route and judge it.
 
@@ -462,22 +472,28 @@ def check_step(
         route: How it runs.
         num_heads: Local heads of the layer.
         device: Where it runs.
+        options: What else the layer is built with.
 
     Returns:
         The row of the table. It passes if output and recurrent state lie within
         their bounds, the convolution state is exact, the slots that the step does
         not name keep their bytes, and the rows past its tokens are zero.
     """
-    options = LayerOptions(
-        num_heads=num_heads, num_spec=scenario.num_spec, backend=route.backend
+    batch = scenario.batch
+    num_slots = 1 + max(NUM_SLOTS, *(s for slots in batch.slots for s in slots))
+    options = replace(
+        options or LayerOptions(),
+        num_heads=num_heads,
+        num_spec=scenario.num_spec,
+        backend=route.backend,
+        max_num_seqs=max(16, len(batch.slots)),
     )
     under_test = build_layer(
         options,
-        num_slots=NUM_SLOTS,
+        num_slots=num_slots,
         device=device,
         b12x=route.features() if route.features else None,
     )
-    batch = scenario.batch
     rows = batch.padded_tokens or batch.num_tokens
     generator = torch.Generator().manual_seed(7)
     hidden = torch.randn(rows, options.hidden_size, generator=generator)
@@ -496,14 +512,15 @@ def check_step(
         under_test, seen, batch, conv, state
     )
     found = seen["output"].view(rows, num_heads, -1)
-    named = torch.zeros(NUM_SLOTS, dtype=torch.bool)
+    named = torch.zeros(num_slots, dtype=torch.bool)
     named[[slot for slots in batch.slots for slot in slots]] = True
     output_error = Error.of(found[: batch.num_tokens], output)
     state_error = Error.of(under_test.recurrent_state[named], wanted_state[named])
+    state_bound = BF16_STATE_BOUND if state.dtype == torch.bfloat16 else STATE_BOUND
     passed = (
         output_error.relative <= _bound(OUTPUT_BOUND, scenario, device)
-        and state_error.relative <= _bound(STATE_BOUND, scenario, device)
-        and torch.equal(under_test.conv_state.cpu(), wanted_conv)
+        and state_error.relative <= _bound(state_bound, scenario, device)
+        and torch.equal(under_test.conv_state, wanted_conv)
         and torch.equal(under_test.recurrent_state[~named], state[~named])
         and (route.backend == "triton" or not found[batch.num_tokens :].any())
     )

@@ -6,6 +6,8 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,7 +23,8 @@ _TENSOR_PARALLEL_SIZES = (1, 2, 4, 8, 16, 32)
 def parser() -> argparse.ArgumentParser:
     """The command line of ``glm5next-kda``."""
     top = argparse.ArgumentParser(
-        prog="glm5next-kda", description="Check GLM-5.3's KDA decode on this machine."
+        prog="glm5next-kda",
+        description="Check and time GLM-5.3's KDA decode on this machine.",
     )
     commands = top.add_subparsers(dest="command", required=True)
     check = commands.add_parser(
@@ -42,11 +45,60 @@ def parser() -> argparse.ArgumentParser:
     )
     check.add_argument(
         "--backend",
-        choices=("all", "b12x", "triton"),
+        choices=("all", "b12x", "one_launch", "triton"),
         default="all",
         help="check only the routes of one kda_decode_backend (default: all)",
     )
+    _add_bench(commands)
     return top
+
+
+def _add_bench(commands: Any) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="time the decode paths side by side (needs a GPU)",
+        description="Microseconds per layer of each decode path, in one CUDA graph of "
+        "34 layers with separate state pools, and of moving as many state bytes.",
+    )
+    bench.add_argument(
+        "--heads",
+        type=int,
+        nargs="+",
+        metavar="H",
+        default=(8, 16, 32, 64),
+        help="local head counts (default: %(default)s); 12, 24, 48 and 96 also time "
+        "vLLM's compiled op",
+    )
+    bench.add_argument(
+        "--batches",
+        type=int,
+        nargs="+",
+        metavar="B",
+        default=(1, 4, 16, 64, 256),
+        help="batch sizes (default: %(default)s)",
+    )
+    bench.add_argument(
+        "--replays", type=int, default=50, help="replays behind a median (default: 50)"
+    )
+    bench.add_argument("--output-json", type=Path, help="write the figures here")
+    bench.add_argument("--plot", type=Path, help="draw them here (needs matplotlib)")
+
+
+def _run_bench(options: argparse.Namespace) -> int:
+    from vllm.benchmarks.kda_decode.bench import run_bench
+
+    try:
+        run_bench(
+            options.heads,
+            options.batches,
+            options.replays,
+            options.output_json,
+            options.plot,
+        )
+    except RuntimeError as error:
+        print(f"glm5next-kda: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -63,6 +115,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             command = [sys.executable, "-m", "vllm.benchmarks.kda_decode", *arguments]
             os.execve(sys.executable, command, os.environ | interpreter_environment())
         use_interpreter()
+
+    if options.command == "bench":
+        sys.exit(_run_bench(options))
 
     from vllm.benchmarks.kda_decode.check import run_check
 

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -72,6 +73,7 @@ class LayerOptions:
         max_num_seqs: The scheduler's limit on requests in a step.
         state_dtype: ``mamba_ssm_cache_dtype``: auto, float32 or bfloat16.
         capture_sizes: CUDA graph sizes that the configuration announces.
+        conv_layout: ``VLLM_SSM_CONV_STATE_LAYOUT``: SD or DS.
     """
 
     num_heads: int = 2
@@ -81,6 +83,7 @@ class LayerOptions:
     max_num_seqs: int = 16
     state_dtype: str = "auto"
     capture_sizes: tuple[int, ...] = ()
+    conv_layout: str = "SD"
 
 
 def _model_config(options: LayerOptions, folder: Path) -> Any:
@@ -415,38 +418,51 @@ def build_layer(
         The layer, ready to run.
     """
     from vllm.config import set_current_vllm_config
-    from vllm.models.glm5next import decode_kda
-    from vllm.models.glm5next.common.kda import Glm5NextLinearAttention
     from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 
     device = torch.device(device)
     config = make_config(options, device)
     init_single_process(config, device)
-    prefix = "model.layers.0.self_attn"
-    arguments = (config.model_config.hf_text_config, config, prefix)
     with ExitStack() as stack:
         stack.enter_context(set_current_vllm_config(config))
+        stack.enter_context(_conv_layout(options.conv_layout))
+        layer = _construct(config, device, stock, b12x)
+        fill_weights(layer, seed)
+        pages = make_pages(layer, num_slots, device, seed, page_padding)
+        layer.bind_kv_cache(pages)
+        builder = GDNAttentionMetadataBuilder(
+            layer.get_kv_cache_spec(config), [layer.prefix], config, device
+        )
+    return LayerUnderTest(layer, config, builder, device, pages)
+
+
+@contextmanager
+def _conv_layout(layout: str) -> Iterator[None]:
+    """Answer for the environment variable, which vLLM reads once per process."""
+    from vllm.model_executor.layers.mamba import mamba_utils
+
+    with mock.patch.object(mamba_utils, "get_conv_state_layout", lambda: layout):
+        yield
+
+
+def _construct(config: Any, device: torch.device, stock: bool, b12x: Any) -> Any:
+    from vllm.models.glm5next import decode_kda
+    from vllm.models.glm5next.common.kda import Glm5NextLinearAttention
+
+    with ExitStack() as stack:
         stack.enter_context(_default_dtype(torch.bfloat16))
         stack.enter_context(device)
         if stock:
             stack.enter_context(vllm_own_layer())
         if b12x is not None:
-            for name, value in (
-                ("installed_b12x", b12x),
-                ("_compute_capability", (12, 0)),
-            ):
+            found = {"installed_b12x": b12x, "_compute_capability": (12, 0)}
+            for name, value in found.items():
                 stack.enter_context(
                     mock.patch.object(decode_kda, name, lambda value=value: value)
                 )
-        layer = Glm5NextLinearAttention(*arguments)
-    fill_weights(layer, seed)
-    pages = make_pages(layer, num_slots, device, seed, page_padding)
-    with set_current_vllm_config(config):
-        layer.bind_kv_cache(pages)
-        builder = GDNAttentionMetadataBuilder(
-            layer.get_kv_cache_spec(config), [prefix], config, device
+        return Glm5NextLinearAttention(
+            config.model_config.hf_text_config, config, "model.layers.0.self_attn"
         )
-    return LayerUnderTest(layer, config, builder, device, pages)
 
 
 @torch.no_grad()
@@ -480,24 +496,24 @@ def make_pages(
         layer: The layer whose states the pages hold.
         num_slots: Pages.
         device: Where they go.
-        seed: Equal seeds give equal states on any device.
+        seed: Equal seeds give equal states on devices of one type.
         padding: Bytes between a page's states and the next page.
 
     Returns:
         ``[num_slots, 1, 1, bytes]`` int8.
     """
-    from math import prod
-
     shapes = list(zip(layer.get_state_shape(), layer.get_state_dtype(), strict=True))
     size = sum(prod(shape) * dtype.itemsize for shape, dtype in shapes)
-    pages = torch.zeros(num_slots, 1, 1, size + padding, dtype=torch.int8)
-    generator = torch.Generator().manual_seed(seed + 1)
+    pages = torch.zeros(
+        num_slots, 1, 1, size + padding, dtype=torch.int8, device=device
+    )
+    generator = torch.Generator(device).manual_seed(seed + 1)
     offset = 0
     for shape, dtype in shapes:
         width = prod(shape) * dtype.itemsize
-        state = torch.randn(num_slots, prod(shape), generator=generator)
+        state = torch.randn(num_slots, prod(shape), generator=generator, device=device)
         pages[:, 0, 0, offset : offset + width] = (
             state.mul_(0.3).to(dtype).view(torch.int8)
         )
         offset += width
-    return pages.to(device)
+    return pages

@@ -15,13 +15,11 @@ from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.custom_op import op_registry_oot
-from vllm.model_executor.layers.mamba.gdn.kda_decode.b12x import (
-    B12xDecode,
-    installed_b12x,
-)
+from vllm.model_executor.layers.mamba.gdn.kda_decode.b12x import installed_b12x
 from vllm.model_executor.layers.mamba.gdn.kda_decode.backend import (
     KDADecodeBackend,
     Resolution,
+    make_backend,
     resolve_kda_decode_backend,
 )
 from vllm.model_executor.layers.mamba.gdn.kda_decode.constants import DecodeConstants
@@ -95,10 +93,10 @@ class Glm5NextDecodeLinearAttention(Glm5NextLinearAttention):
             self.head_dim,
             self.head_dim,
         ]
-        self._merged_conv_weight = self._merge_conv_weights()
         self.last_call: Call | None = None
         self._decode: KDADecodeBackend | None = None
         self._settle_decode_backend(vllm_config)
+        self._merged_conv_weight = self._merge_conv_weights()
 
     def _settle_decode_backend(self, vllm_config: VllmConfig) -> None:
         options = vllm_config.additional_config
@@ -113,15 +111,17 @@ class Glm5NextDecodeLinearAttention(Glm5NextLinearAttention):
             compute_capability=_compute_capability(),
             geometry=geometry,
         )
-        if self.decode_resolution.backend == "b12x":
-            backend = B12xDecode(
-                b12x,
-                geometry,
-                self.A_log.device,
-                tuple(vllm_config.compilation_config.cudagraph_capture_sizes or ()),
-            )
-            self.decode_constants = DecodeConstants(backend.constants)
-            self._decode = backend
+        self._decode = make_backend(
+            self.decode_resolution,
+            b12x=b12x,
+            geometry=geometry,
+            device=self.A_log.device,
+            capture_sizes=tuple(
+                vllm_config.compilation_config.cudagraph_capture_sizes or ()
+            ),
+        )
+        if self._decode is not None:
+            self.decode_constants = DecodeConstants(self._decode.constants)
         _log_resolution(self.decode_resolution)
 
     def _geometry(self, vllm_config: VllmConfig) -> LayerGeometry:
@@ -145,10 +145,14 @@ class Glm5NextDecodeLinearAttention(Glm5NextLinearAttention):
         merge, and a captured graph reads the new values.
 
         Returns:
-            ``[3 * H * D, W]`` float32, rows q | k | v.
+            ``[3 * H * D, W]`` float32, rows q | k | v. The rows of a tap are adjacent,
+            which a decode step reads fastest; on vLLM's own path the taps of a row
+            are, as vLLM has them.
         """
         convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
         merged = torch.cat([conv.weight.data for conv in convs]).squeeze(1)
+        if self.decode_resolution.capability is not Capability.VLLM:
+            merged = merged.t().contiguous().t()
         for conv, part in zip(convs, merged.chunk(len(convs)), strict=True):
             conv.weight.data = part.unsqueeze(1)
         return merged
@@ -170,19 +174,27 @@ class Glm5NextDecodeLinearAttention(Glm5NextLinearAttention):
         try:
             self._decode.bind(self._layer_state(), sum(self._projection_widths))
         except Exception as error:
-            # Part of probing an optional package: no state was touched yet.
-            if self.decode_resolution.requested != "auto":
-                raise RuntimeError(
-                    f"kda_decode_backend={self.decode_resolution.requested!r} cannot "
-                    f"be prepared for {self.prefix}: {error}"
-                ) from error
-            self._decode = None
-            self.decode_resolution = Resolution(
-                "auto",
-                Capability.VLLM,
-                f"preparing it failed ({type(error).__name__}: {error})",
-            )
-            _log_resolution(self.decode_resolution)
+            self._decline(error)
+
+    def _decline(self, error: Exception) -> None:
+        """Do without a B12X that cannot be prepared, if ``auto`` chose it.
+
+        Preparing is the last part of probing the optional package: no state was
+        touched yet.
+        """
+        resolution = self.decode_resolution
+        if resolution.requested != "auto" or resolution.backend != "b12x":
+            raise RuntimeError(
+                f"kda_decode_backend={resolution.requested!r} cannot be prepared for "
+                f"{self.prefix}: {error}"
+            ) from error
+        self._decode = None
+        self.decode_resolution = Resolution(
+            resolution.requested,
+            Capability.VLLM,
+            f"b12x not used: preparing it failed ({type(error).__name__}: {error})",
+        )
+        _log_resolution(self.decode_resolution)
 
     def _layer_state(self) -> LayerState:
         conv_state, recurrent_state = self.kv_cache
@@ -302,7 +314,7 @@ def _compute_capability() -> tuple[int, int] | None:
 
 def _log_resolution(resolution: Resolution) -> None:
     single_token = ROUTES[resolution.capability, BatchKind.SINGLE_TOKEN][0]
-    declined = f"; b12x not used: {resolution.declined}" if resolution.declined else ""
+    declined = f"; {resolution.declined}" if resolution.declined else ""
     logger.info_once(
         "GLM-5.3 KDA decode backend: %s (requested: %s); one-token steps: %s%s",
         resolution.backend,

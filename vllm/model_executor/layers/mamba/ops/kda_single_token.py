@@ -133,8 +133,9 @@ def reference_kda_decode(
     (https://arxiv.org/abs/2510.26692) with the bounded gate
     ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``. Values that vLLM
     stores in bf16 between its kernels (q, k, v after the convolution, and the
-    attention output before the norm) are rounded to bf16 here too, and each
-    token's state to the cache's dtype before the next token reads it.
+    attention output before the norm) are rounded to bf16 here too. Within a
+    request the state is not rounded to the cache's dtype between tokens: the
+    kernels keep it in registers.
 
     The paging follows vLLM's speculative decoding. Request r owns the slots
     ``state_indices[r]``. It resumes from the recurrent state in column
@@ -165,8 +166,7 @@ def reference_kda_decode(
 
     Returns:
         Output [t, H, D] float64, the new conv state (dtype of the old one) and
-        the new recurrent state (float64 values, rounded where a later token of
-        the same request has read them). Tokens of a request without a slot have
+        the new recurrent state (float64). Tokens of a request without a slot have
         zero output.
 
     Raises:
@@ -208,7 +208,7 @@ def reference_kda_decode(
         for i, token in enumerate(range(begin, end)):
             qkv = _reference_conv(inputs[:, i : i + 3], inputs[:, i + 3], conv_weight)
             state, attended = _reference_recurrence(
-                state.to(recurrent_state.dtype).double() if i else state,
+                state,
                 qkv,
                 raw_g[token],
                 raw_beta[token],
@@ -635,9 +635,23 @@ def _num_sms(device: torch.device) -> int:
 
 
 @cache
-def _arrival_blocks(device: torch.device) -> Iterator[torch.Tensor]:
+def arrival_counters(device: torch.device) -> torch.Tensor:
+    """The counters that launches on a device share; all zero between launches.
+
+    Args:
+        device: Where they lie.
+
+    Returns:
+        [blocks, counters] int32, always the same tensor. Whoever frees or drops
+        device memory behind PyTorch's back must keep its contents.
+    """
     shape = (_ARRIVAL_BLOCKS, _ARRIVAL_BLOCK_SIZE)
-    return cycle(torch.zeros(shape, dtype=torch.int32, device=device).unbind())
+    return torch.zeros(shape, dtype=torch.int32, device=device)
+
+
+@cache
+def _arrival_blocks(device: torch.device) -> Iterator[torch.Tensor]:
+    return cycle(arrival_counters(device).unbind())
 
 
 @cache
@@ -869,8 +883,9 @@ def kda_single_token(
     Reads each operand where it lies, allocates nothing and copies nothing. Both
     states are updated in place, once per row. With vLLM's kernels as they were
     in 0.33.0 the new states agree bit for bit where the channels of the
-    convolution state are adjacent, and to 1e-7 where its columns are (the q and k
-    norms are then summed in another order).
+    convolution state are adjacent and the projection's row stride, which vLLM's
+    recurrence then reads with, is a multiple of 16 elements (16, 32 or 64 heads,
+    or one row); else to 1e-6, since it sums the q and k norms in another order.
 
     n is the number of rows, H of local heads, D = 128.
 

@@ -211,15 +211,13 @@ class B12xDecode:
         self.state: LayerState
         self._packed: _LivePacked | _StagedPacked
 
-    def bind(self, state: LayerState, raw_beta_row_stride: int) -> None:
+    def bind(self, state: LayerState, projection_width: int) -> None:
         """See :class:`~.backend.KDADecodeBackend`."""
         live = self.features.preparation is not None
         self.state = state
-        self._packed = (_LivePacked if live else _StagedPacked)(
-            self, raw_beta_row_stride
-        )
+        self._packed = (_LivePacked if live else _StagedPacked)(self, projection_width)
         if self.features.single_token:
-            self._warm_up_single_token(raw_beta_row_stride)
+            self._warm_up_single_token(projection_width)
 
     def refusal(self, call: Call, step: DecodeStep) -> str | None:
         """See :class:`~.backend.KDADecodeBackend`."""
@@ -274,13 +272,13 @@ class B12xDecode:
             **self.options(),
         )
 
-    def _warm_up_single_token(self, raw_beta_row_stride: int) -> None:
+    def _warm_up_single_token(self, projection_width: int) -> None:
         """Compile the single-token call for each batch size to be captured.
 
         Every row is null, so no state is read or written.
         """
         for n in sorted(self._warmup_batches):
-            operands = _layout_operands(self, n, raw_beta_row_stride)
+            operands = _layout_operands(self, n, projection_width)
             operands["state_indices"] = torch.full(
                 (n, 1), NULL_BLOCK_ID, dtype=torch.int32, device=self.device
             )
@@ -312,7 +310,7 @@ def _single_token_refusal(step: DecodeStep) -> str | None:
 
 
 def _layout_operands(
-    backend: B12xDecode, rows: int, raw_beta_row_stride: int
+    backend: B12xDecode, rows: int, projection_width: int
 ) -> dict[str, torch.Tensor]:
     """Tensors with the layout of a step of ``rows`` one-token requests."""
     geometry, device = backend.geometry, backend.device
@@ -325,7 +323,7 @@ def _layout_operands(
     return {
         "mixed_qkv": empty(rows, 3 * heads * dim),
         "raw_g": empty(rows, heads, dim),
-        "raw_beta": empty(rows, raw_beta_row_stride)[:, :heads],
+        "raw_beta": empty(rows, projection_width)[:, :heads],
         "z": empty(rows, heads, dim),
         "query_start_loc": empty(rows + 1, dtype=torch.int32),
         "num_accepted_tokens": empty(rows, dtype=torch.int32),
@@ -419,11 +417,11 @@ class _LivePacked:
     # Whose dtype, strides and alignment a plan is prepared for, of a step's tensors.
     _PREPARED_FOR = ("raw_g", "raw_beta", "output")
 
-    def __init__(self, backend: B12xDecode, raw_beta_row_stride: int) -> None:
+    def __init__(self, backend: B12xDecode, projection_width: int) -> None:
         features = backend.features
         self._backend = backend
         self._layer = _layer_operands(backend.state)
-        template = _layout_operands(backend, 1, raw_beta_row_stride)
+        template = _layout_operands(backend, 1, projection_width)
         count = backend.constants["counts"][1, :1]
         operands = {
             **template,
@@ -499,7 +497,7 @@ def _preparation_session(features: B12xFeatures, device: torch.device) -> Any:
 class _StagedPacked:
     """Packed calls through buffers of full capacity, for a B12X without live ones."""
 
-    def __init__(self, backend: B12xDecode, raw_beta_row_stride: int) -> None:
+    def __init__(self, backend: B12xDecode, projection_width: int) -> None:
         api = backend.features.api
         self._backend = backend
         plan = api.plan(backend.caps(backend.state.recurrent_state.shape[0]))
