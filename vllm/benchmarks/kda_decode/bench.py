@@ -4,30 +4,32 @@
 
 What is timed is everything between the projections and ``o_proj``, for plain decode
 steps of the 34 KDA layers of GLM-5.3-Flash in one CUDA graph, each layer with its own
-state pool; small steps are repeated over other slots, so that the states that a replay
-reads do not fit in a cache. The floor is what moving as many state bytes takes, timed
-the same way: the faster of copying the states and of scaling them in place.
+state pool; small steps are repeated over other slots, so that the states that a
+replay reads do not fit in a cache. The floor is what moving as many state bytes
+takes, timed the same way: the faster of copying the states and of scaling them in
+place.
 
-What was tried for the one-launch kernel, on one H200 (132 multiprocessors, torch 2.11,
-triton 3.6); a number is time over the time of the variant that was kept, at that size.
-Up to about 132 rows x heads the floor is launch and dependent loads (index, then state
-and window); beyond, bytes: at 64 heads a step takes 4.5 us + 2.17 us a row, and that
-slope is 95% of the copy bandwidth.
+What was tried for the one-launch kernel, on one H200 (132 multiprocessors, torch
+2.11, triton 3.6); a number is time over the time of the variant that was kept, at
+that size. Up to about 132 rows x heads the floor is launch and dependent loads
+(index, then state and window); beyond, bytes: at 64 heads a step takes 4.5 us + 2.17
+us a row, and that slope is 95% of the copy bandwidth.
 
-Kept: a quarter head per program with a last arriver for norm and window, up to 33 rows x
-heads (a whole head: 1.17); a whole head with its state prefetched to L2 before the
-programmatic-launch wait, up to 132 (without the prefetch: 1.14); a whole head, up to 264
-(in chunks: 1.07); a whole head in four chunks, the next one loading, beyond (whole:
-1.09). Every warp holds q, k and the decay, which also makes the bits vLLM's. Convolution
-weight with the rows of a tap adjacent (taps adjacent: 1.49 at 8 heads, batch 1).
+Kept: a quarter head per program with a last arriver for norm and window, up to 33
+rows x heads (a whole head: 1.17); a whole head with its state prefetched to L2 before
+the programmatic-launch wait, up to 132 (without the prefetch: 1.14); a whole head, up
+to 264 (in chunks: 1.07); a whole head in four chunks, the next one loading, beyond
+(whole: 1.09). Every warp holds q, k and the decay, which also makes the bits vLLM's.
+Convolution weight with the rows of a tap adjacent (taps adjacent: 1.49 at 8 heads,
+batch 1).
 
-Lost: 8 or 16 warps, 1.07 to 1.27; 8 tiles per head, 1.06 to 1.13; 2 tiles, 1.12 to 1.16;
-a loop with asynchronous copies to shared memory, 1.04 to 1.13 at batch 16 to 64, 1.01 to
-1.03 at 256, 1.3 to 1.9 on small grids; 8 chunks, 1.04 to 1.10; one or two warps, 1.02 to
-1.16; a register cap of 168, 1.11 to 1.20, of 96, 1.08; a state prefetch on large grids,
-1.16 to 1.35; clusters (num_ctas) do not compile in triton 3.6. Reading the index and the
-state before the wait is unsafe and no faster than prefetching them. Not tried: a
-persistent grid, tensor descriptors.
+Lost: 8 or 16 warps, 1.07 to 1.27; 8 tiles per head, 1.06 to 1.13; 2 tiles, 1.12 to
+1.16; a loop with asynchronous copies to shared memory, 1.04 to 1.13 at batch 16 to
+64, 1.01 to 1.03 at 256, 1.3 to 1.9 on small grids; 8 chunks, 1.04 to 1.10; one or two
+warps, 1.02 to 1.16; a register cap of 168, 1.11 to 1.20, of 96, 1.08; a state
+prefetch on large grids, 1.16 to 1.35; clusters (num_ctas) do not compile in triton
+3.6. Reading the index and the state before the wait is unsafe and no faster than
+prefetching them. Not tried: a persistent grid, tensor descriptors.
 """
 
 import json
