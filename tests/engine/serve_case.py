@@ -80,6 +80,7 @@ def seed_weights(model: torch.nn.Module, seed: int) -> None:
         merge_stock_conv_weight(module)
 
 
+@torch.inference_mode()
 def merge_stock_conv_weight(module: torch.nn.Module) -> None:
     """vLLM's own KDA layer keeps the convolution weights that it merged first."""
     if type(module).__name__ == "Glm5NextLinearAttention":
@@ -151,14 +152,28 @@ def make_engine(model: str, case: str, kda_backend: str | None) -> Any:
     return LLM(**arguments)
 
 
-def decode(engine: Any, batch: list[dict[str, Any]], tokens: int) -> list[list[int]]:
+def decode(engine: Any, batch: list[dict[str, Any]], tokens: int) -> list[dict]:
+    """Greedy tokens of each request, and the likeliest few at each place."""
     from vllm import SamplingParams
 
     greedy = SamplingParams(
-        temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False
+        temperature=0,
+        max_tokens=tokens,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=5,
     )
     outputs = engine.generate(batch, greedy, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    return [
+        {
+            "ids": list(output.outputs[0].token_ids),
+            "likeliest": [
+                {token: entry.logprob for token, entry in place.items()}
+                for place in output.outputs[0].logprobs
+            ],
+        }
+        for output in outputs
+    ]
 
 
 def run_case(engine: Any, case: str, vocabulary: int, tokens: int) -> dict[str, Any]:
@@ -175,13 +190,9 @@ def run_case(engine: Any, case: str, vocabulary: int, tokens: int) -> dict[str, 
         found["first"] = decode(engine, batch, tokens)
         found["hits"] = decode(engine, batch, tokens)
     if case == "sleep":
-        for level in (1, 2):
-            engine.sleep(level=level)
-            engine.wake_up()
-            if level == 2:
-                engine.apply_model(lambda model: seed_weights(model, 1))
-            batch = prompts(6, vocabulary, False)
-            found[f"after level {level}"] = decode(engine, batch, tokens)
+        engine.sleep(level=1)
+        engine.wake_up()
+        found["awake"] = decode(engine, prompts(6, vocabulary, False), tokens)
     if case == "reload":
         engine.apply_model(lambda model: seed_weights(model, 2))
         found["new weights"] = decode(engine, prompts(6, vocabulary, False), tokens)

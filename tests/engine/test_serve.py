@@ -81,27 +81,59 @@ def report_of(reports: dict, *key: Any) -> dict:
     return report
 
 
-def matches(found: dict, wanted: dict) -> dict[str, str]:
-    """What of two reports' tokens differs."""
+# Where the last bits differ, greedy text may part at a near-tie and nowhere else:
+# there the other's token must be within this of the likeliest, in log probability.
+NEAR_TIE = 0.1
+
+
+def partings(found: dict, wanted: dict) -> list[str]:
+    """Where greedy text parts from the wanted one at no near-tie.
+
+    Args:
+        found: Requests by name, each with ``ids`` and the ``likeliest`` tokens.
+        wanted: Likewise.
+
+    Returns:
+        A line for each such request; empty if there is none.
+    """
     assert found.keys() == wanted.keys()
-    return {
-        name: f"{sum(a != b for a, b in zip(found[name], wanted[name], strict=True))} "
-        f"of {len(found[name])} requests"
-        for name in found
-        if found[name] != wanted[name]
-    }
+    lines = []
+    for name in found:
+        pairs = zip(found[name], wanted[name], strict=True)
+        for number, (ours, theirs) in enumerate(pairs):
+            place = first_difference(ours["ids"], theirs["ids"])
+            if place is None:
+                continue
+            likeliest = theirs["likeliest"][place]
+            ours_there = likeliest.get(str(ours["ids"][place]), float("-inf"))
+            if max(likeliest.values()) - ours_there > NEAR_TIE:
+                lines.append(f"{name}, request {number}, token {place}: {likeliest}")
+    return lines
+
+
+def first_difference(left: list, right: list) -> int | None:
+    pairs = enumerate(zip(left, right, strict=True))
+    return next((place for place, (a, b) in pairs if a != b), None)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_tokens_are_those_of_stock_vllm(reports, case):
+def test_text_parts_from_stock_vllm_at_near_ties_only(reports, case):
     stock = report_of(reports, case, False, None)
     patched = report_of(reports, case, True, None)
     assert set(stock["layers"]) & {OURS, STOCK} == {STOCK}
     assert set(patched["layers"]) & {OURS, STOCK} == {OURS}
     assert patched["layers"][OURS] == stock["layers"][STOCK]
-    distinct = {t for ids in patched["tokens"].values() for seq in ids for t in seq}
+    texts = [text for texts in patched["tokens"].values() for text in texts]
+    distinct = {token for text in texts for token in text["ids"]}
     assert len(distinct) >= 50, "a model that repeats itself proves nothing"
-    assert not matches(patched["tokens"], stock["tokens"])
+    assert not partings(patched["tokens"], stock["tokens"])
+
+
+@pytest.mark.skipif("sleep" not in CASES, reason="the case is left out")
+def test_text_is_the_same_after_sleep(reports):
+    tokens = report_of(reports, "sleep", True, None)["tokens"]
+    pairs = zip(tokens["awake"], tokens["batch 6"], strict=True)
+    assert all(after["ids"] == before["ids"] for after, before in pairs)
 
 
 WANTED_KINDS = {
@@ -133,4 +165,6 @@ def test_it_is_taken_and_says_so(reports):
 def test_triton_is_stock(reports):
     stock = report_of(reports, "graphs", False, None)
     switched_off = report_of(reports, "graphs", True, "triton")
-    assert not matches(switched_off["tokens"], stock["tokens"])
+    for name, texts in stock["tokens"].items():
+        for found, wanted in zip(switched_off["tokens"][name], texts, strict=True):
+            assert found["ids"] == wanted["ids"]
