@@ -7,7 +7,6 @@ as a user would. ``test_serve.py`` runs the cases and compares their reports.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import sys
@@ -232,8 +231,6 @@ def main() -> None:
         ),
     }
     options.out.write_text(json.dumps(report))
-    with contextlib.suppress(Exception):
-        engine.llm_engine.engine_core.shutdown()
     sys.stdout.flush()
     os._exit(0)
 

@@ -6,12 +6,16 @@ vLLM's kernels and B12X's run in Triton's interpreter; of B12X only the device e
 points are doubled.
 """
 
+import gc
 import logging
+import weakref
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
+from vllm.benchmarks.kda_decode import layer as layer_module
 from vllm.benchmarks.kda_decode.check import (
     NUM_SPEC,
     SCENARIOS,
@@ -57,6 +61,14 @@ VERIFY = Batch(
     [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]],
     drafts=[3, 0, 1],
     accepted=[2, 1, 4],
+)
+
+
+NO_B12X = mock.Mock(features=B12xFeatures)
+ON_EACH_BACKEND = pytest.mark.parametrize(
+    ("double", "backend"),
+    ((None, "triton"), (B12xDouble(single_token=True), "b12x"), (NO_B12X, None)),
+    ids=("triton", "b12x", "one_launch"),
 )
 
 
@@ -117,7 +129,11 @@ def test_one_log_line(caplog_vllm):
     _print_info_once.cache_clear()
     for _ in range(2):
         layer_with(B12xDouble(single_token=True))
-    lines = [r.getMessage() for r in caplog_vllm.records if "backend" in r.getMessage()]
+    lines = [
+        r.getMessage()
+        for r in caplog_vllm.records
+        if "KDA decode backend" in r.getMessage()
+    ]
     assert lines == [
         "GLM-5.3 KDA decode backend: b12x (requested: auto); one-token steps: "
         "run_kda_single_token"
@@ -147,8 +163,10 @@ def test_a_plan_that_cannot_be_prepared(requested):
         return
     under_test = layer_with(double)
     assert "no compiler here" in under_test.layer.decode_resolution.declined
-    under_test.run(hidden(3), under_test.metadata(PLAIN))
-    assert under_test.layer.last_call is Call.VLLM
+    found = under_test.run(hidden(3), under_test.metadata(PLAIN))
+    assert under_test.layer.last_call is Call.ONE_LAUNCH
+    alone = layer_with(NO_B12X)
+    assert torch.equal(found, alone.run(hidden(3), alone.metadata(PLAIN)))
 
 
 # --- numbers ----------------------------------------------------------------------
@@ -370,10 +388,10 @@ def test_token_count_is_taken_once_per_step():
 
 def test_older_b12x_stages_through_one_set_of_buffers():
     layers = [layer_with(B12xDouble(live=False)) for _ in range(2)]
-    first, second = (layer.layer._decode._packed._buffers for layer in layers)
+    first, second = (layer.layer._decode.packed._buffers for layer in layers)
     assert first["mixed_qkv"] is second["mixed_qkv"]
     live = layer_with(B12xDouble())
-    assert not hasattr(live.layer._decode._packed, "_buffers")
+    assert not hasattr(live.layer._decode.packed, "_buffers")
 
 
 # --- what a call does not take ----------------------------------------------------
@@ -707,41 +725,26 @@ def test_caches_can_be_bound_again(live):
     assert torch.equal(fresh, old_pages), "the caches bound before stay as they were"
 
 
-NO_B12X = mock.Mock(features=B12xFeatures)
-ON_EACH_BACKEND = pytest.mark.parametrize(
-    ("double", "backend"),
-    ((None, "triton"), (B12xDouble(single_token=True), "b12x"), (NO_B12X, None)),
-    ids=("triton", "b12x", "one_launch"),
-)
-
-
 @ON_EACH_BACKEND
 def test_reloaded_conv_weights_take_effect(double, backend):
     """vLLM's own layer keeps the convolution weights that it merged first."""
     under_test = layer_with(double, backend=backend)
     metadata = under_test.metadata(PLAIN)
     under_test.run(hidden(3), metadata)
-    fill_weights(under_test.layer, seed=8)
+    generator = torch.Generator().manual_seed(8)
+    loaded = {}
+    for name in ("q_conv1d", "k_conv1d", "v_conv1d"):
+        weight = getattr(under_test.layer, name).weight
+        loaded[name] = torch.randn(weight.shape, generator=generator)
+        weight.weight_loader(weight, loaded[name])
     reset(under_test)
     found = under_test.run(hidden(3), metadata)
-    fresh = build_layer(
-        LayerOptions(backend=backend),
-        num_slots=SLOTS,
-        b12x=None if double is None else double.features(),
-    )
-    fill_weights(fresh.layer, seed=8)
+    fresh = layer_with(double, backend=backend)
+    for name, value in loaded.items():
+        getattr(fresh.layer, name).weight.data.copy_(value)
     reset(fresh)
+    fresh.layer.bind_kv_cache(fresh.pages)
     assert torch.equal(found, fresh.run(hidden(3), fresh.metadata(PLAIN)))
-
-
-def test_constants_are_buffers_that_no_checkpoint_holds():
-    """A sleeping engine keeps a model's buffers and drops what a cache pool holds."""
-    under_test = layer_with(B12xDouble())
-    buffers = dict(under_test.layer.named_buffers())
-    constants = under_test.layer._decode.constants
-    for name, constant in constants.items():
-        assert buffers[f"decode_constants.{name}"] is constant
-    assert not any("constants" in name for name in under_test.layer.state_dict())
 
 
 @ON_EACH_BACKEND
@@ -768,6 +771,7 @@ def test_vllms_layerwise_reload(double, backend, caplog_vllm):
 
     fresh = layer_with(double, backend=backend)
     fresh.layer.load_state_dict(layer.state_dict())
+    fresh.layer.bind_kv_cache(fresh.pages)
     assert torch.equal(found, fresh.run(hidden(3), fresh.metadata(PLAIN)))
     assert torch.equal(under_test.pages, fresh.pages)
 
@@ -775,6 +779,75 @@ def test_vllms_layerwise_reload(double, backend, caplog_vllm):
 def layer_shards(layer):
     part = layer.local_projection_size
     return [part, part, part, layer.local_num_heads, layer.head_dim, layer.head_dim]
+
+
+@ON_EACH_BACKEND
+def test_every_parameter_is_contiguous(double, backend):
+    """Sharded checkpoints view a parameter flat, at loading and at saving."""
+    state = layer_with(double, backend=backend).layer.state_dict()
+    assert all(tensor.is_contiguous() for tensor in state.values())
+
+
+@ON_EACH_BACKEND
+def test_offloaded_weights_go_to_vllms_path(double, backend):
+    """An offloader gives each parameter new storage, before weights are loaded."""
+    stock = build_layer(LayerOptions(backend="triton"), num_slots=SLOTS, stock=True)
+    options = LayerOptions(backend=None if backend == "b12x" else backend)
+
+    def offload(layer, seed):
+        for parameter in layer.parameters():
+            parameter.data = torch.full_like(parameter.data, torch.nan)
+        fill_weights(layer, seed)
+
+    with mock.patch.object(layer_module, "fill_weights", offload):
+        under_test = build_layer(
+            options,
+            num_slots=SLOTS,
+            b12x=None if double is None else double.features(),
+        )
+    found = under_test.run(hidden(3), under_test.metadata(PLAIN))
+    assert under_test.layer.last_call is Call.VLLM
+    assert torch.equal(found, stock.run(hidden(3), stock.metadata(PLAIN)))
+
+
+def test_offloaded_weights_refuse_an_explicit_backend():
+    def offload(layer, seed):
+        for parameter in layer.parameters():
+            parameter.data = parameter.data.clone()
+
+    with (
+        mock.patch.object(layer_module, "fill_weights", offload),
+        pytest.raises(RuntimeError, match="weight offload"),
+    ):
+        layer_with(B12xDouble(), backend="b12x")
+
+
+@pytest.mark.parametrize(
+    ("double", "backend"),
+    (
+        (None, "triton"),
+        (NO_B12X, None),
+        (B12xDouble(single_token=True), None),
+        (B12xDouble(live=False), None),
+    ),
+    ids=("triton", "one_launch", "live", "staged"),
+)
+def test_a_cache_that_vllm_takes_back_is_let_go(double, backend):
+    """vLLM profiles on a temporary cache, and frees it before it makes the real one."""
+    under_test = layer_with(double, backend=backend)
+    memory = np.zeros(under_test.pages.numel(), dtype=np.int8)
+    alive = weakref.ref(memory)
+    under_test.layer.bind_kv_cache(torch.from_numpy(memory).view_as(under_test.pages))
+    del memory
+    if isinstance(double, B12xDouble):
+        double.calls.clear()
+    assert alive() is not None
+    under_test.layer.kv_cache = []
+    gc.collect()
+    assert alive() is None
+    reset(under_test)
+    under_test.layer.bind_kv_cache(under_test.pages)
+    assert under_test.run(hidden(3), under_test.metadata(PLAIN)).any()
 
 
 def test_single_token_call_is_warmed_for_the_capture_sizes():

@@ -8,7 +8,13 @@ from collections import Counter
 import pytest
 import torch
 
-from vllm.benchmarks.kda_decode.layer import Batch, LayerOptions, build_layer
+from vllm.benchmarks.kda_decode.layer import (
+    Batch,
+    LayerOptions,
+    build_layer,
+    common_metadata,
+    speculation,
+)
 from vllm.model_executor.layers.mamba.gdn.kda_decode.routes import (
     ROUTES,
     BatchKind,
@@ -35,10 +41,10 @@ def builders():
 
 
 def build(builder, batch):
-    from vllm.benchmarks.kda_decode.layer import _extra, common_metadata
-
     device = torch.device("cpu")
-    return builder.build(0, common_metadata(batch, device), **_extra(batch, device))
+    return builder.build(
+        0, common_metadata(batch, device), **speculation(batch, device)
+    )
 
 
 def slots(rows, columns):

@@ -48,9 +48,9 @@ from vllm.benchmarks.kda_decode.layer import HEAD_DIM
 from vllm.model_executor.layers.mamba.gdn.kda_decode.b12x import (
     B12xDecode,
     B12xFeatures,
-    _StagedPacked,
-    _staging_buffers,
+    StagedPacked,
     installed_b12x,
+    staging_buffers,
 )
 from vllm.model_executor.layers.mamba.gdn.kda_decode.one_launch import OneLaunchDecode
 from vllm.model_executor.layers.mamba.gdn.kda_decode.routes import BatchKind, Call
@@ -249,20 +249,20 @@ def _b12x_staged(state: LayerState, step: DecodeStep) -> Callable[[], None]:
     return lambda: staged.run(step)
 
 
-class LiveThroughBuffers(_StagedPacked):
+class LiveThroughBuffers(StagedPacked):
     """The staging of an older B12X in front of one that takes live operands."""
 
     def __init__(
         self, backend: B12xDecode, geometry: LayerGeometry, device: torch.device
     ) -> None:
         self._backend = backend
-        self._buffers = _staging_buffers(geometry, backend.max_requests, device)
+        self._buffers = staging_buffers(geometry, backend.max_requests, device)
         self.binding = None
         # A plan is prepared for the stride of the buffer, not of the projection.
         backend.bind(backend.state, self._buffers["raw_beta"].stride(0))
-        live = backend._packed
+        live = backend.packed
         self.binding = backend.features.api.bind_kda(
-            live._plan, scratch=live._scratch, **self._buffers, **live._layer
+            live.plan, scratch=live.scratch, **self._buffers, **live.layer
         )
 
 

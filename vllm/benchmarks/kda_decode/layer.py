@@ -306,7 +306,7 @@ class LayerUnderTest:
     def metadata(self, batch: Batch) -> Any:
         """Build a step's metadata with vLLM's builder."""
         return self.builder.build(
-            0, common_metadata(batch, self.device), **_extra(batch, self.device)
+            0, common_metadata(batch, self.device), **speculation(batch, self.device)
         )
 
     def run(self, hidden_states: torch.Tensor, metadata: Any) -> torch.Tensor:
@@ -377,7 +377,13 @@ def common_metadata(batch: Batch, device: torch.device) -> Any:
     )
 
 
-def _extra(batch: Batch, device: torch.device) -> dict[str, torch.Tensor]:
+def speculation(batch: Batch, device: torch.device) -> dict[str, torch.Tensor]:
+    """What the builder is told of a batch's drafts, by argument name; empty if none.
+
+    Args:
+        batch: The step.
+        device: Where its tensors go.
+    """
     if batch.drafts is None:
         return {}
     rows = batch.padded_requests or len(batch.query_lens)

@@ -17,12 +17,17 @@ from vllm.logger import init_logger
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.mamba.gdn.kda_decode.b12x import installed_b12x
 from vllm.model_executor.layers.mamba.gdn.kda_decode.backend import (
-    KDADecodeBackend,
     Resolution,
     make_backend,
     resolve_kda_decode_backend,
+    without_b12x,
 )
 from vllm.model_executor.layers.mamba.gdn.kda_decode.constants import DecodeConstants
+from vllm.model_executor.layers.mamba.gdn.kda_decode.conv_weight import (
+    is_merged,
+    keep_in_step,
+    merge_in_place,
+)
 from vllm.model_executor.layers.mamba.gdn.kda_decode.routes import (
     ROUTES,
     BatchKind,
@@ -93,38 +98,53 @@ class Glm5NextDecodeLinearAttention(Glm5NextLinearAttention):
             self.head_dim,
             self.head_dim,
         ]
+        self._convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+        self._merged_conv_weight = merge_in_place(self._convs)
         self.last_call: Call | None = None
-        self._decode: KDADecodeBackend | None = None
-        self._settle_decode_backend(vllm_config)
-        self._merged_conv_weight = self._merge_conv_weights()
-
-    def _settle_decode_backend(self, vllm_config: VllmConfig) -> None:
+        self._b12x = installed_b12x()
+        self._compute_capability = _compute_capability()
+        self._geometry = self._layer_geometry(vllm_config)
+        self._capture_sizes = tuple(
+            vllm_config.compilation_config.cudagraph_capture_sizes or ()
+        )
+        # Some loaders build the model on the meta device and replace what it holds.
+        self._device = torch.empty(0, device=vllm_config.device_config.device).device
         options = vllm_config.additional_config
         requested = "auto"
         if isinstance(options, dict):
             requested = options.get("kda_decode_backend", requested)
-        geometry = self._geometry(vllm_config)
-        b12x = installed_b12x()
-        self.decode_resolution = resolve_kda_decode_backend(
-            requested,
-            b12x=b12x,
-            compute_capability=_compute_capability(),
-            geometry=geometry,
-        )
-        self._decode = make_backend(
-            self.decode_resolution,
-            b12x=b12x,
-            geometry=geometry,
-            device=self.A_log.device,
-            capture_sizes=tuple(
-                vllm_config.compilation_config.cudagraph_capture_sizes or ()
-            ),
+        self._take(
+            resolve_kda_decode_backend(
+                requested,
+                b12x=self._b12x,
+                compute_capability=self._compute_capability,
+                geometry=self._geometry,
+            )
         )
         if self._decode is not None:
-            self.decode_constants = DecodeConstants(self._decode.constants)
-        _log_resolution(self.decode_resolution)
+            keep_in_step(self._convs, self.decode_constants.conv_weight_by_tap)
 
-    def _geometry(self, vllm_config: VllmConfig) -> LayerGeometry:
+    def _take(self, resolution: Resolution) -> None:
+        """Build the backend that a resolution names, and say so."""
+        self.decode_resolution = resolution
+        self._decode = make_backend(
+            resolution,
+            b12x=self._b12x,
+            geometry=self._geometry,
+            device=self._device,
+            capture_sizes=self._capture_sizes,
+        )
+        if self._decode is not None:
+            merged = self._merged_conv_weight
+            by_tap = torch.empty(
+                merged.t().shape, dtype=merged.dtype, device=self._device
+            )
+            self.decode_constants = DecodeConstants(
+                {**self._decode.constants, "conv_weight_by_tap": by_tap}
+            )
+        _log_resolution(resolution)
+
+    def _layer_geometry(self, vllm_config: VllmConfig) -> LayerGeometry:
         conv_dtype, state_dtype = self.get_state_dtype()
         return LayerGeometry(
             num_heads=self.local_num_heads,
@@ -138,24 +158,18 @@ class Glm5NextDecodeLinearAttention(Glm5NextLinearAttention):
             max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
         )
 
-    def _merge_conv_weights(self) -> torch.Tensor:
-        """Make the q, k and v convolution weights views of one tensor.
+    @property
+    def kv_cache(self) -> tuple[torch.Tensor, ...]:
+        """Convolution and recurrent states; empty where no cache is bound."""
+        return self._kv_cache
 
-        A loader then writes into the merged weight, so a reload needs no second
-        merge, and a captured graph reads the new values.
-
-        Returns:
-            ``[3 * H * D, W]`` float32, rows q | k | v. The rows of a tap are adjacent,
-            which a decode step reads fastest; on vLLM's own path the taps of a row
-            are, as vLLM has them.
-        """
-        convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
-        merged = torch.cat([conv.weight.data for conv in convs]).squeeze(1)
-        if self.decode_resolution.capability is not Capability.VLLM:
-            merged = merged.t().contiguous().t()
-        for conv, part in zip(convs, merged.chunk(len(convs)), strict=True):
-            conv.weight.data = part.unsqueeze(1)
-        return merged
+    @kv_cache.setter
+    def kv_cache(self, caches: tuple[torch.Tensor, ...]) -> None:
+        """Take caches, or let go of those that vLLM takes back to free them."""
+        self._kv_cache = caches
+        backend = getattr(self, "_decode", None)
+        if not len(caches) and backend is not None:
+            backend.unbind()
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
         """Take the caches, and prepare the decode backend for them.
@@ -166,15 +180,39 @@ class Glm5NextDecodeLinearAttention(Glm5NextLinearAttention):
             kv_cache: ``[slots, 1, 1, bytes]`` int8 pages, one per slot.
 
         Raises:
-            RuntimeError: The backend was asked for by name and cannot be prepared.
+            RuntimeError: The backend cannot be prepared, or not with weights that are
+                offloaded. Where ``auto`` chose B12X, another takes its place instead.
         """
         super().bind_kv_cache(kv_cache)
+        if not is_merged(self._convs, self._merged_conv_weight):
+            self._leave_moved_weights_to_vllm()
         if self._decode is None:
             return
         try:
-            self._decode.bind(self._layer_state(), sum(self._projection_widths))
+            self._bind_decode()
         except Exception as error:
             self._decline(error)
+
+    def _bind_decode(self) -> None:
+        by_tap = self.decode_constants.conv_weight_by_tap
+        by_tap.copy_(self._merged_conv_weight.t())
+        self._decode.bind(self._layer_state(by_tap.t()), sum(self._projection_widths))
+
+    def _leave_moved_weights_to_vllm(self) -> None:
+        """Run vLLM's own path where the convolution weights are not this layer's.
+
+        vLLM then merges them itself at its first step.
+        """
+        requested = self.decode_resolution.requested
+        reason = "the weights were moved after the layer was built (weight offload)"
+        if requested not in ("auto", "triton"):
+            raise RuntimeError(
+                f"kda_decode_backend={requested!r} cannot run in {self.prefix}: "
+                f"{reason}. Choose kda_decode_backend='triton', or do not offload."
+            )
+        self._merged_conv_weight = None
+        if self._decode is not None:
+            self._take(Resolution(requested, Capability.VLLM, f"not used: {reason}"))
 
     def _decline(self, error: Exception) -> None:
         """Do without a B12X that cannot be prepared, if ``auto`` chose it.
@@ -185,23 +223,23 @@ class Glm5NextDecodeLinearAttention(Glm5NextLinearAttention):
         resolution = self.decode_resolution
         if resolution.requested != "auto" or resolution.backend != "b12x":
             raise RuntimeError(
-                f"kda_decode_backend={resolution.requested!r} cannot be prepared for "
-                f"{self.prefix}: {error}"
+                f"kda_decode_backend={resolution.requested!r} chose "
+                f"{resolution.backend}, which cannot be prepared for {self.prefix}: "
+                f"{error}. Choose kda_decode_backend='triton'."
             ) from error
-        self._decode = None
-        self.decode_resolution = Resolution(
-            resolution.requested,
-            Capability.VLLM,
-            f"b12x not used: preparing it failed ({type(error).__name__}: {error})",
-        )
-        _log_resolution(self.decode_resolution)
+        reason = f"preparing it failed ({type(error).__name__}: {error})"
+        logger.warning_once("KDA decode does without b12x: %s", reason, scope="process")
+        self._take(without_b12x(reason, self._compute_capability, self._geometry))
+        if self._decode is not None:
+            keep_in_step(self._convs, self.decode_constants.conv_weight_by_tap)
+            self._bind_decode()
 
-    def _layer_state(self) -> LayerState:
+    def _layer_state(self, conv_weight: torch.Tensor) -> LayerState:
         conv_state, recurrent_state = self.kv_cache
         if not self._conv_state_dim_first:
             conv_state = conv_state.transpose(-1, -2)
         return LayerState(
-            conv_weight=self._merged_conv_weight,
+            conv_weight=conv_weight,
             A_log=self.A_log.view(-1),
             dt_bias=self.dt_bias.view(-1, self.head_dim),
             norm_weight=self.o_norm.weight,
@@ -256,12 +294,13 @@ class Glm5NextDecodeLinearAttention(Glm5NextLinearAttention):
         if n == 0:
             return
         kind = batch_kind(metadata)
+        calls = ROUTES[self.decode_resolution.capability, kind]
         call, step = Call.VLLM, None
-        if self._decode is not None and kind is not BatchKind.OTHER:
+        if calls[0] is not Call.VLLM:
             step = decode_step(
                 self.layer_idx, kind, metadata, mixed_qkv, raw_g, raw_beta, z, output
             )
-            call = self._choose_call(step)
+            call = self._first_that_takes(step, calls)
         self.last_call = call
         if call is not Call.VLLM:
             self._decode.run(call, step)
@@ -279,10 +318,9 @@ class Glm5NextDecodeLinearAttention(Glm5NextLinearAttention):
         metadata = get_forward_context().attn_metadata
         return None if metadata is None else metadata.get(self.prefix)
 
-    def _choose_call(self, step: DecodeStep) -> Call:
-        """The first call of the table's row whose requirements ``step`` meets."""
-        assert self._decode is not None
-        for call in ROUTES[self.decode_resolution.capability, step.kind]:
+    def _first_that_takes(self, step: DecodeStep, calls: tuple[Call, ...]) -> Call:
+        """The first of ``calls`` whose requirements ``step`` meets."""
+        for call in calls:
             if call is Call.VLLM:
                 break
             refusal = self._decode.refusal(call, step)
@@ -293,6 +331,7 @@ class Glm5NextDecodeLinearAttention(Glm5NextLinearAttention):
                 call.value,
                 step.kind.value,
                 refusal,
+                scope="process",
             )
         return call
 
@@ -321,6 +360,7 @@ def _log_resolution(resolution: Resolution) -> None:
         resolution.requested,
         single_token.value,
         declined,
+        scope="process",
     )
 
 

@@ -611,9 +611,8 @@ _WHOLE = _Variant(tiles=1, chunks=1, prefetch_state=False)
 _CHUNKED = _Variant(tiles=1, chunks=4, prefetch_state=False)
 _VARIANTS = (_QUARTER, _WHOLE_AHEAD, _WHOLE, _CHUNKED)
 
-# Arrival counters: a block of them for each launch that splits heads, taken in
-# turn so that launches on different streams do not meet. Each is 0 between
-# launches.
+# Arrival counters, each 0 between launches. For a caller that brings none there are
+# blocks, taken in turn so that launches on different streams do not meet.
 _ARRIVAL_BLOCKS = 4096
 _ARRIVAL_BLOCK_SIZE = 64
 
@@ -634,24 +633,22 @@ def _num_sms(device: torch.device) -> int:
     return current_platform.num_compute_units(device.index or 0)
 
 
-@cache
 def arrival_counters(device: torch.device) -> torch.Tensor:
-    """The counters that launches on a device share; all zero between launches.
+    """Make counters for a caller whose launches all follow one another.
 
     Args:
         device: Where they lie.
 
     Returns:
-        [blocks, counters] int32, always the same tensor. Whoever frees or drops
-        device memory behind PyTorch's back must keep its contents.
+        [64] int32 zeros. A launch leaves them zero; nothing else may write them.
     """
-    shape = (_ARRIVAL_BLOCKS, _ARRIVAL_BLOCK_SIZE)
-    return torch.zeros(shape, dtype=torch.int32, device=device)
+    return torch.zeros(_ARRIVAL_BLOCK_SIZE, dtype=torch.int32, device=device)
 
 
 @cache
 def _arrival_blocks(device: torch.device) -> Iterator[torch.Tensor]:
-    return cycle(arrival_counters(device).unbind())
+    shape = (_ARRIVAL_BLOCKS, _ARRIVAL_BLOCK_SIZE)
+    return cycle(torch.zeros(shape, dtype=torch.int32, device=device).unbind())
 
 
 @cache
@@ -676,6 +673,7 @@ def _launch(
     lower_bound: float,
     eps: float,
     scale: float | None,
+    arrivals: torch.Tensor | None,
 ) -> None:
     heads, dim = raw_g.shape[1:]
     rows = (mixed_qkv, raw_g, z, output)
@@ -684,7 +682,10 @@ def _launch(
     # Strides decide alone in practice, so one geometry needs one binary.
     wide = all(t.data_ptr() % 8 == 0 and t.stride(0) % 4 == 0 for t in rows)
     align = 4 if wide else 1
-    arrivals = next(_arrival_blocks(output.device)) if variant.tiles > 1 else None
+    if variant.tiles == 1:
+        arrivals = None
+    elif arrivals is None:
+        arrivals = next(_arrival_blocks(output.device))
     _kda_single_token_kernel[(output.shape[0] * heads * variant.tiles,)](
         mixed_qkv,
         conv_state,
@@ -877,6 +878,7 @@ def kda_single_token(
     lower_bound: float,
     eps: float,
     scale: float | None = None,
+    arrivals: torch.Tensor | None = None,
 ) -> None:
     """Advance every row by its one token, in one launch.
 
@@ -915,6 +917,8 @@ def kda_single_token(
         lower_bound: Log decay of a fully closed gate, negative.
         eps: Added to the mean square in the output norm.
         scale: Factor on q; None means D ** -0.5.
+        arrivals: From ``arrival_counters``, for launches that follow one another;
+            None takes them from a pool that all callers share.
 
     Raises:
         TypeError: For a dtype other than those above.
@@ -955,6 +959,7 @@ def kda_single_token(
         lower_bound,
         eps,
         scale,
+        arrivals,
     )
 
 
@@ -971,6 +976,7 @@ def warmup_kda_single_token(
     eps: float,
     scale: float | None = None,
     index_dtypes: tuple[torch.dtype, ...] = (torch.int32,),
+    arrivals: torch.Tensor | None = None,
 ) -> None:
     """Compile and load every variant that the launch table can pick.
 
@@ -992,6 +998,7 @@ def warmup_kda_single_token(
         eps: Likewise.
         scale: Likewise.
         index_dtypes: Dtypes of state indices that will be passed.
+        arrivals: Likewise.
 
     Raises:
         TypeError: As ``kda_single_token`` does.
@@ -1021,4 +1028,4 @@ def warmup_kda_single_token(
         )
         _check_operands(*operands)
         for variant in _VARIANTS:
-            _launch(variant, *operands, lower_bound, eps, scale)
+            _launch(variant, *operands, lower_bound, eps, scale, arrivals)

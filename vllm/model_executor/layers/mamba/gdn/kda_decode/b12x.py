@@ -6,9 +6,9 @@ B12X's packed ``run_kda`` exists in two generations, told apart by whether the
 package has ``invocation_from_tensors``:
 
 * with it, a plan is prepared for exact strides, alignments and slot count, and a
-  binding takes live tensors (:class:`_LivePacked`);
+  binding takes live tensors (:class:`LivePacked`);
 * without it, a binding takes buffers of full capacity, which the operands are
-  staged through (:class:`_StagedPacked`).
+  staged through (:class:`StagedPacked`).
 
 ``run_kda_single_token`` takes live tensors in both.
 
@@ -188,9 +188,9 @@ class B12xDecode:
     ) -> None:
         """Settle the capacity and take the constants.
 
-        The constants are made here and not in :meth:`bind`, which vLLM calls inside
-        a memory pool whose contents a sleeping engine drops. The layer keeps them
-        in :class:`~.constants.DecodeConstants`.
+        The constants are made here and not in :meth:`bind`: vLLM binds a temporary
+        cache first, while it profiles. The layer keeps them in
+        :class:`~.constants.DecodeConstants`.
 
         Args:
             features: A usable B12X.
@@ -208,16 +208,20 @@ class B12xDecode:
         self._warmup_batches = tuple(
             b for b in warmup_batches if b <= self.max_requests
         )
-        self.state: LayerState
-        self._packed: _LivePacked | _StagedPacked
+        self.state: LayerState | None = None
+        self.packed: LivePacked | StagedPacked | None = None
 
     def bind(self, state: LayerState, projection_width: int) -> None:
         """See :class:`~.backend.KDADecodeBackend`."""
         live = self.features.preparation is not None
         self.state = state
-        self._packed = (_LivePacked if live else _StagedPacked)(self, projection_width)
+        self.packed = (LivePacked if live else StagedPacked)(self, projection_width)
         if self.features.single_token:
             self._warm_up_single_token(projection_width)
+
+    def unbind(self) -> None:
+        """See :class:`~.backend.KDADecodeBackend`."""
+        self.state = self.packed = None
 
     def refusal(self, call: Call, step: DecodeStep) -> str | None:
         """See :class:`~.backend.KDADecodeBackend`."""
@@ -227,14 +231,14 @@ class B12xDecode:
             return _single_token_refusal(step)
         if step.num_tokens > step.num_requests * step.state_indices.shape[1]:
             return "more tokens than the requests' state-index columns"
-        return self._packed.refusal(step)
+        return self.packed.refusal(step)
 
     def run(self, call: Call, step: DecodeStep) -> None:
         """See :class:`~.backend.KDADecodeBackend`."""
         if call is Call.RUN_KDA_SINGLE_TOKEN:
             self._run_single_token(step)
         else:
-            self._packed.run(step)
+            self.packed.run(step)
 
     def caps(self, num_slots: int) -> Any:
         """B12X's capacity declaration for a pool of ``num_slots`` states."""
@@ -262,7 +266,7 @@ class B12xDecode:
 
     def _run_single_token(self, step: DecodeStep) -> None:
         self.features.api.run_kda_single_token(
-            self._packed.binding,
+            self.packed.binding,
             mixed_qkv=advance_conv(step, self.state),
             raw_g=step.raw_g,
             raw_beta=step.raw_beta,
@@ -283,7 +287,7 @@ class B12xDecode:
                 (n, 1), NULL_BLOCK_ID, dtype=torch.int32, device=self.device
             )
             self.features.api.run_kda_single_token(
-                self._packed.binding,
+                self.packed.binding,
                 **{name: operands[name] for name in _SINGLE_TOKEN_OPERANDS},
                 **self.options(),
             )
@@ -411,7 +415,7 @@ def _layout(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], int]:
     return tensor.dtype, tensor.stride(), _alignment(tensor)
 
 
-class _LivePacked:
+class LivePacked:
     """Packed calls on live tensors, through a prepared plan."""
 
     # Whose dtype, strides and alignment a plan is prepared for, of a step's tensors.
@@ -420,22 +424,22 @@ class _LivePacked:
     def __init__(self, backend: B12xDecode, projection_width: int) -> None:
         features = backend.features
         self._backend = backend
-        self._layer = _layer_operands(backend.state)
+        self.layer = _layer_operands(backend.state)
         template = _layout_operands(backend, 1, projection_width)
         count = backend.constants["counts"][1, :1]
         operands = {
             **template,
-            **self._layer,
+            **self.layer,
             "num_seqs": count,
             "num_tokens": count,
         }
         caps = backend.caps(backend.state.recurrent_state.shape[0])
         invocation = features.api.invocation_from_tensors(caps, **operands)
-        self._plan = _prepared_plan(features, caps, invocation)
-        self._scratch = _scratch(self._plan.memory_requirements().scratch)
+        self.plan = _prepared_plan(features, caps, invocation)
+        self.scratch = _scratch(self.plan.memory_requirements().scratch)
         self._prepared = {n: _layout(template[n]) for n in self._PREPARED_FOR}
         self.binding = features.api.bind_kda(
-            self._plan, scratch=self._scratch, **operands
+            self.plan, scratch=self.scratch, **operands
         )
 
     def refusal(self, step: DecodeStep) -> str | None:
@@ -455,14 +459,14 @@ class _LivePacked:
     def run(self, step: DecodeStep) -> None:
         api = self._backend.features.api
         binding = api.bind_kda(
-            self._plan,
-            scratch=self._scratch,
+            self.plan,
+            scratch=self.scratch,
             mixed_qkv=advance_conv(step, self._backend.state),
             raw_g=step.raw_g,
             raw_beta=step.raw_beta,
             z=step.z,
             output=step.output,
-            **self._layer,
+            **self.layer,
             **self._metadata(step),
         )
         api.run_kda(binding, **self._backend.options())
@@ -494,14 +498,14 @@ def _preparation_session(features: B12xFeatures, device: torch.device) -> Any:
     )
 
 
-class _StagedPacked:
+class StagedPacked:
     """Packed calls through buffers of full capacity, for a B12X without live ones."""
 
     def __init__(self, backend: B12xDecode, projection_width: int) -> None:
         api = backend.features.api
         self._backend = backend
         plan = api.plan(backend.caps(backend.state.recurrent_state.shape[0]))
-        self._buffers = _staging_buffers(
+        self._buffers = staging_buffers(
             backend.geometry, backend.max_requests, backend.device
         )
         self.binding = api.bind_kda(
@@ -529,7 +533,7 @@ class _StagedPacked:
 
 
 @cache
-def _staging_buffers(
+def staging_buffers(
     geometry: LayerGeometry, max_requests: int, device: torch.device
 ) -> dict[str, torch.Tensor]:
     """One set of staging buffers for all layers of a process."""

@@ -49,6 +49,9 @@ class KDADecodeBackend(Protocol):
                 whose columns ``mixed_qkv`` and ``raw_beta`` are.
         """
 
+    def unbind(self) -> None:
+        """Let go of the caches; :meth:`bind` comes before the next step."""
+
     def refusal(self, call: Call, step: DecodeStep) -> str | None:
         """Say why this step cannot go to ``call``, or None if it can.
 

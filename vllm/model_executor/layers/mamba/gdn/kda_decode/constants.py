@@ -11,9 +11,10 @@ from torch import nn
 class DecodeConstants(nn.Module):
     """Holds them where an engine that sleeps or reloads leaves them whole.
 
-    A sleeping engine keeps a model's weights and buffers and drops what a KV-cache
-    pool holds, so they are buffers. A reload writes anew every buffer of a module
-    that loads a weight, so they are buffers of a module that loads none.
+    At its second level a sleeping engine saves a model's buffers and drops all else
+    that was allocated with the weights, so they are buffers. A reload writes anew
+    every buffer of a module that loads a weight, so they are buffers of a module that
+    loads none.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -62,7 +62,7 @@ class OneLaunchDecode:
             device: The layer's device.
         """
         self.constants = {"arrivals": arrival_counters(device)}
-        self._state: LayerState
+        self._state: LayerState | None = None
 
     def bind(self, state: LayerState, projection_width: int) -> None:
         """See :class:`~.backend.KDADecodeBackend`."""
@@ -78,10 +78,22 @@ class OneLaunchDecode:
             lower_bound=state.lower_bound,
             eps=state.eps,
             scale=state.scale,
+            arrivals=self.constants["arrivals"],
         )
+
+    def unbind(self) -> None:
+        """See :class:`~.backend.KDADecodeBackend`."""
+        self._state = None
 
     def refusal(self, call: Call, step: DecodeStep) -> str | None:
         """See :class:`~.backend.KDADecodeBackend`."""
+        for name in ("mixed_qkv", "raw_beta"):
+            if getattr(step, name).stride(1) != 1:
+                return f"{name} is not contiguous within a row"
+        inner = (step.output.shape[2], 1)
+        for name in ("raw_g", "z", "output"):
+            if getattr(step, name).stride()[1:] != inner:
+                return f"{name} is not contiguous within a row"
         return None
 
     def run(self, call: Call, step: DecodeStep) -> None:
@@ -103,4 +115,5 @@ class OneLaunchDecode:
             lower_bound=state.lower_bound,
             eps=state.eps,
             scale=state.scale,
+            arrivals=self.constants["arrivals"],
         )
