@@ -25,7 +25,9 @@ def test_module_form_starts_the_interpreter_by_itself():
     assert "--tp" in done.stdout
 
 
-@pytest.mark.parametrize("arguments", ([], ["check", "--tp", "3"], ["bench2"]))
+@pytest.mark.parametrize(
+    "arguments", ([], ["check", "--tp", "3"], ["bench2"], ["bench", "--heads", "0"])
+)
 def test_bad_arguments_end_with_usage(arguments, capsys):
     with pytest.raises(SystemExit) as stop:
         parser().parse_args(arguments)
@@ -67,6 +69,12 @@ def test_a_wrong_result_is_a_mismatch(target):
     assert check_step(SCENARIOS[0], route, 1, cpu).passed
     with mock.patch.object(check.LayerUnderTest, "run", broken):
         assert not check_step(SCENARIOS[0], route, 1, cpu).passed
+
+
+def test_nothing_to_check_is_not_a_pass(capsys):
+    with mock.patch.object(check, "doubled_routes", list):
+        assert not run_check(1, "b12x")
+    assert "no route for backend b12x" in capsys.readouterr().out
 
 
 def test_a_nan_is_a_mismatch():

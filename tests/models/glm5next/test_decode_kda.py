@@ -136,7 +136,7 @@ def test_one_log_line(caplog_vllm):
     ]
     assert lines == [
         "GLM-5.3 KDA decode backend: b12x (requested: auto); one-token steps: "
-        "run_kda_single_token"
+        "run_kda_single_token; b12x from B12xDouble"
     ]
 
 

@@ -447,7 +447,7 @@ def run_bench(
         RuntimeError: There is no CUDA device, or no matplotlib for a plot.
     """
     if not current_platform.is_cuda():
-        raise RuntimeError("glm5next-kda bench needs a CUDA device and found none")
+        raise RuntimeError("bench needs a CUDA device and found none")
     print(", ".join(f"{name} {value}" for name, value in environment().items()))
     sizes = [(h, b) for h in heads for b in batches]
     rows = []

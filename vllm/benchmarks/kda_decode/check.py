@@ -582,21 +582,28 @@ def run_check(num_heads: int, backend: str) -> bool:
         backend: A ``kda_decode_backend`` to keep to, or ``all``.
 
     Returns:
-        Whether every row passed and there was at least one.
+        Whether every row passed, and there was a route to check.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         print(
             "No GPU: vLLM's kernels run in Triton's interpreter, B12X's kernels too, "
-            "behind a double of B12X's entry points. Prefill is left out."
+            "behind a double of B12X's entry points (which says nothing of the entry "
+            "points that the installed B12X has). Prefill is left out."
         )
     else:
+        b12x = installed_b12x()
         print(f"GPU: {torch.cuda.get_device_name(device)}")
+        print(f"B12X: {b12x.missing or b12x.origin}")
+    found = routes(device, backend)
+    if not found:
+        print(f"Nothing to check: this machine has no route for backend {backend}.")
+        return False
     planned = [
         (scenario, route)
         for scenario in SCENARIOS
         if device.type == "cuda" or not scenario.has_prefill
-        for route in routes(device, backend)
+        for route in found
     ]
     outcomes = [
         check_step(scenario, route, num_heads, device)
@@ -605,4 +612,4 @@ def run_check(num_heads: int, backend: str) -> bool:
     print_table(outcomes)
     failed = sum(not outcome.passed for outcome in outcomes)
     print(f"{len(outcomes) - failed} passed, {failed} failed")
-    return bool(outcomes) and not failed
+    return not failed

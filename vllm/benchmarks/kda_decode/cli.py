@@ -53,6 +53,13 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return value
+
+
 def _add_bench(commands: Any) -> None:
     bench = commands.add_parser(
         "bench",
@@ -62,7 +69,7 @@ def _add_bench(commands: Any) -> None:
     )
     bench.add_argument(
         "--heads",
-        type=int,
+        type=_positive,
         nargs="+",
         metavar="H",
         default=(8, 16, 32, 64),
@@ -71,14 +78,17 @@ def _add_bench(commands: Any) -> None:
     )
     bench.add_argument(
         "--batches",
-        type=int,
+        type=_positive,
         nargs="+",
         metavar="B",
         default=(1, 4, 16, 64, 256),
         help="batch sizes (default: %(default)s)",
     )
     bench.add_argument(
-        "--replays", type=int, default=50, help="replays behind a median (default: 50)"
+        "--replays",
+        type=_positive,
+        default=50,
+        help="replays behind a median (default: 50)",
     )
     bench.add_argument("--output-json", type=Path, help="write the figures here")
     bench.add_argument("--plot", type=Path, help="draw them here (needs matplotlib)")

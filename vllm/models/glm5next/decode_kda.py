@@ -15,7 +15,10 @@ from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.custom_op import op_registry_oot
-from vllm.model_executor.layers.mamba.gdn.kda_decode.b12x import installed_b12x
+from vllm.model_executor.layers.mamba.gdn.kda_decode.b12x import (
+    B12xFeatures,
+    installed_b12x,
+)
 from vllm.model_executor.layers.mamba.gdn.kda_decode.backend import (
     Resolution,
     make_backend,
@@ -142,7 +145,7 @@ class Glm5NextDecodeLinearAttention(Glm5NextLinearAttention):
             self.decode_constants = DecodeConstants(
                 {**self._decode.constants, "conv_weight_by_tap": by_tap}
             )
-        _log_resolution(resolution)
+        _log_resolution(resolution, self._b12x)
 
     def _layer_geometry(self, vllm_config: VllmConfig) -> LayerGeometry:
         conv_dtype, state_dtype = self.get_state_dtype()
@@ -351,15 +354,17 @@ def _compute_capability() -> tuple[int, int] | None:
     return None if capability is None else (capability.major, capability.minor)
 
 
-def _log_resolution(resolution: Resolution) -> None:
+def _log_resolution(resolution: Resolution, b12x: B12xFeatures) -> None:
     single_token = ROUTES[resolution.capability, BatchKind.SINGLE_TOKEN][0]
-    declined = f"; {resolution.declined}" if resolution.declined else ""
+    more = f"; {resolution.declined}" if resolution.declined else ""
+    if resolution.backend == "b12x":
+        more = f"; b12x from {b12x.origin}"
     logger.info_once(
         "GLM-5.3 KDA decode backend: %s (requested: %s); one-token steps: %s%s",
         resolution.backend,
         resolution.requested,
         single_token.value,
-        declined,
+        more,
         scope="process",
     )
 

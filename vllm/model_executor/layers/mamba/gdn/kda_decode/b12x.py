@@ -61,6 +61,11 @@ class B12xFeatures:
     single_token: bool = False
     preparation: Any = None
 
+    @property
+    def origin(self) -> str:
+        """Where ``api`` was found: FlashInfer's wheel carries a copy of B12X."""
+        return getattr(self.api, "__file__", None) or type(self.api).__name__
+
 
 @cache
 def installed_b12x() -> B12xFeatures:

@@ -131,7 +131,8 @@ def resolve_kda_decode_backend(
         Capability.B12X_SINGLE_TOKEN if b12x.single_token else Capability.B12X_PACKED
     )
     if requested == "b12x":
-        _require(requested, unmet, f" Install B12X with: {INSTALL_COMMAND}.")
+        remedy = f" Install B12X with: {INSTALL_COMMAND}." if b12x.missing else ""
+        _require(requested, unmet, remedy)
         return Resolution(requested, with_b12x)
     if not unmet and compute_capability[0] == _B12X_MAJOR:
         return Resolution(requested, with_b12x)
