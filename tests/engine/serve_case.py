@@ -48,6 +48,7 @@ ENVIRONMENT = {
 }
 
 
+@torch.no_grad()
 def seed_weights(model: torch.nn.Module, seed: int) -> None:
     """Give dummy weights a scale at which greedy decoding does not repeat itself.
 
@@ -74,7 +75,7 @@ def seed_weights(model: torch.nn.Module, seed: int) -> None:
             value.mul_(0.5)
         elif parameter.dim() > 1:
             value.mul_(shape[-1] ** -0.5)
-        parameter.data.copy_(value)
+        parameter.copy_(value)
     for module in model.modules():
         merge_stock_conv_weight(module)
 

@@ -782,6 +782,26 @@ def layer_shards(layer):
 
 
 @ON_EACH_BACKEND
+def test_conv_weights_written_past_their_loaders_take_effect(double, backend):
+    """vLLM's reload of weights in kernel format copies into the parameters."""
+    under_test = layer_with(double, backend=backend)
+    layer = under_test.layer
+    first = Batch([1], [[5]], computed=[0], prefilling=[True])
+    with torch.inference_mode():
+        for name in ("q_conv1d", "k_conv1d", "v_conv1d"):
+            weight = getattr(layer, name).weight
+            weight.copy_(torch.full_like(weight, 0.25))
+    with mock.patch.object(Glm5NextLinearAttention, "_forward"):
+        under_test.run(hidden(1), under_test.metadata(first))
+    found = under_test.run(hidden(3), under_test.metadata(PLAIN))
+
+    fresh = layer_with(double, backend=backend)
+    fresh.layer.load_state_dict(layer.state_dict())
+    fresh.layer.bind_kv_cache(fresh.pages)
+    assert torch.equal(found, fresh.run(hidden(3), fresh.metadata(PLAIN)))
+
+
+@ON_EACH_BACKEND
 def test_every_parameter_is_contiguous(double, backend):
     """Sharded checkpoints view a parameter flat, at loading and at saving."""
     state = layer_with(double, backend=backend).layer.state_dict()

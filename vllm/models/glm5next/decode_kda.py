@@ -30,6 +30,7 @@ from vllm.model_executor.layers.mamba.gdn.kda_decode.conv_weight import (
     is_merged,
     keep_in_step,
     merge_in_place,
+    versions,
 )
 from vllm.model_executor.layers.mamba.gdn.kda_decode.routes import (
     ROUTES,
@@ -199,7 +200,19 @@ class Glm5NextDecodeLinearAttention(Glm5NextLinearAttention):
     def _bind_decode(self) -> None:
         by_tap = self.decode_constants.conv_weight_by_tap
         by_tap.copy_(self._merged_conv_weight.t())
+        self._conv_versions = versions(self._convs)
         self._decode.bind(self._layer_state(by_tap.t()), sum(self._projection_widths))
+
+    def _follow_conv_weight(self) -> None:
+        """Take convolution weights that were written past their loaders.
+
+        A prefill step asks: a request decodes with new weights only after one.
+        """
+        found = versions(self._convs)
+        if found != self._conv_versions:
+            self._conv_versions = found
+            by_tap = self.decode_constants.conv_weight_by_tap
+            by_tap.copy_(self._merged_conv_weight.t())
 
     def _leave_moved_weights_to_vllm(self) -> None:
         """Run vLLM's own path where the convolution weights are not this layer's.
@@ -308,6 +321,8 @@ class Glm5NextDecodeLinearAttention(Glm5NextLinearAttention):
         if call is not Call.VLLM:
             self._decode.run(call, step)
             return
+        if self._decode is not None and kind is BatchKind.OTHER:
+            self._follow_conv_weight()
         self._forward(
             qkv_proj_states=mixed_qkv,
             g1=raw_g.unsqueeze(0),

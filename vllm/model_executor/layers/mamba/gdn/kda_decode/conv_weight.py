@@ -54,6 +54,15 @@ def keep_in_step(convs: Sequence[nn.Module], by_tap: torch.Tensor) -> None:
         conv.weight.weight_loader = _followed(conv.weight.weight_loader, rows)
 
 
+def versions(convs: Sequence[nn.Module]) -> list[int]:
+    """PyTorch's counts of in-place writes to the weights; those of ``data`` excepted.
+
+    Reading them waits for no device. Weights made in inference mode have none.
+    """
+    weights = [conv.weight for conv in convs]
+    return [0 if weight.is_inference() else weight._version for weight in weights]
+
+
 def _rows_of(
     convs: Sequence[nn.Module], merged: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
