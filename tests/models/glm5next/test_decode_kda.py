@@ -825,9 +825,13 @@ def test_offloaded_weights_go_to_vllms_path(double, backend):
             num_slots=SLOTS,
             b12x=None if double is None else double.features(),
         )
+    # vLLM binds a temporary cache before the real one, and may bind again later.
+    under_test.layer.bind_kv_cache(under_test.pages)
     found = under_test.run(hidden(3), under_test.metadata(PLAIN))
     assert under_test.layer.last_call is Call.VLLM
     assert torch.equal(found, stock.run(hidden(3), stock.metadata(PLAIN)))
+    under_test.layer.bind_kv_cache(under_test.pages)
+    assert under_test.run(hidden(3), under_test.metadata(PLAIN)).isfinite().all()
 
 
 def test_offloaded_weights_refuse_an_explicit_backend():

@@ -125,8 +125,6 @@ class Glm5NextDecodeLinearAttention(Glm5NextLinearAttention):
                 geometry=self._geometry,
             )
         )
-        if self._decode is not None:
-            keep_in_step(self._convs, self.decode_constants.conv_weight_by_tap)
 
     def _take(self, resolution: Resolution) -> None:
         """Build the backend that a resolution names, and say so."""
@@ -146,6 +144,7 @@ class Glm5NextDecodeLinearAttention(Glm5NextLinearAttention):
             self.decode_constants = DecodeConstants(
                 {**self._decode.constants, "conv_weight_by_tap": by_tap}
             )
+            keep_in_step(self._convs, by_tap)
         _log_resolution(resolution, self._b12x)
 
     def _layer_geometry(self, vllm_config: VllmConfig) -> LayerGeometry:
@@ -188,7 +187,8 @@ class Glm5NextDecodeLinearAttention(Glm5NextLinearAttention):
                 offloaded. Where ``auto`` chose B12X, another takes its place instead.
         """
         super().bind_kv_cache(kv_cache)
-        if not is_merged(self._convs, self._merged_conv_weight):
+        merged = self._merged_conv_weight
+        if merged is None or not is_merged(self._convs, merged):
             self._leave_moved_weights_to_vllm()
         if self._decode is None:
             return
@@ -198,10 +198,10 @@ class Glm5NextDecodeLinearAttention(Glm5NextLinearAttention):
             self._decline(error)
 
     def _bind_decode(self) -> None:
-        by_tap = self.decode_constants.conv_weight_by_tap
-        by_tap.copy_(self._merged_conv_weight.t())
-        self._conv_versions = versions(self._convs)
-        self._decode.bind(self._layer_state(by_tap.t()), sum(self._projection_widths))
+        self._conv_versions = None
+        self._follow_conv_weight()
+        conv_weight = self.decode_constants.conv_weight_by_tap.t()
+        self._decode.bind(self._layer_state(conv_weight), sum(self._projection_widths))
 
     def _follow_conv_weight(self) -> None:
         """Take convolution weights that were written past their loaders.
@@ -247,7 +247,6 @@ class Glm5NextDecodeLinearAttention(Glm5NextLinearAttention):
         logger.warning_once("KDA decode does without b12x: %s", reason, scope="process")
         self._take(without_b12x(reason, self._compute_capability, self._geometry))
         if self._decode is not None:
-            keep_in_step(self._convs, self.decode_constants.conv_weight_by_tap)
             self._bind_decode()
 
     def _layer_state(self, conv_weight: torch.Tensor) -> LayerState:
