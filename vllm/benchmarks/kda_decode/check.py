@@ -479,8 +479,11 @@ def check_step(
         their bounds, the convolution state is exact, the slots that the step does
         not name keep their bytes, and the rows past its tokens are zero.
     """
+    rows = scenario.batch.padded_requests or len(scenario.batch.slots)
     options = replace(
         options or LayerOptions(),
+        # B12X's single-token call compiles for each; one is enough for one step.
+        capture_sizes=(rows,),
         num_heads=num_heads,
         num_spec=scenario.num_spec,
         backend=route.backend,
