@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import triton
+from packaging.version import Version
 
 from vllm.benchmarks.kda_decode.check import (
     NUM_SPEC,
@@ -119,7 +120,8 @@ def test_routes_agree_on_the_states(route, state_dtype, batch, num_heads):
     """Bit for bit with vLLM for the one-launch kernel, and nearly so for B12X.
 
     Where the projection's row stride is no multiple of 16 elements, vLLM's kernel
-    sums the q and k norms in another order.
+    sums the q and k norms in another order. The output's norm has the order that
+    Triton 3.8, which vLLM 0.33.0 installs, gives to vLLM's.
     """
     step = Batch([1] * batch, table(batch))
     options = {
@@ -135,6 +137,8 @@ def test_routes_agree_on_the_states(route, state_dtype, batch, num_heads):
     same_order = batch == 1 or sum(ours.layer._projection_widths) % 16 == 0
     if route.backend == "one_launch" and same_order:
         assert torch.equal(ours.recurrent_state, stock.recurrent_state)
+        if Version(triton.__version__) >= Version("3.8"):
+            assert torch.equal(found, wanted)
     else:
         state, other = ours.recurrent_state.float(), stock.recurrent_state.float()
         # A few last bits of the largest value; one bit of it in bfloat16.

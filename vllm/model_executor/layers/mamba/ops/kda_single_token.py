@@ -369,6 +369,19 @@ def _take_chunk(tile, i):
 
 
 @triton.jit
+def _sum_like_norm(x):
+    """Sum [D] in the order in which vLLM's norm kernel does.
+
+    There a thread holds eight neighbours and adds them pair by pair (so Triton 3.8;
+    3.6 adds one after the other), and sixteen lanes then add up halves. Here eight
+    lanes hold the eight neighbours; lanes add halves first, hence the reversed bits.
+    """
+    EIGHTS: tl.constexpr = x.numel // 8
+    x = tl.permute(tl.reshape(x, [EIGHTS, 2, 2, 2]), [0, 3, 2, 1])
+    return tl.sum(tl.sum(tl.reshape(x, [EIGHTS, 8]), axis=1), axis=0)
+
+
+@triton.jit
 def _advance(h, q, k, v, decay, beta):
     """One delta-rule step of [W, R, D] state rows; also their output [W, R]."""
     h *= decay[:, None, :]
@@ -416,7 +429,7 @@ def _kda_single_token_kernel(
     n,
     H,
     slots,
-    # Row strides in units of ALIGN elements.
+    # Row strides in units of IN_ALIGN and OUT_ALIGN elements.
     x_stride,
     g_stride,
     z_stride,
@@ -438,7 +451,8 @@ def _kda_single_token_kernel(
     CHUNKS: tl.constexpr,
     PREFETCH_STATE: tl.constexpr,
     W: tl.constexpr,
-    ALIGN: tl.constexpr,
+    IN_ALIGN: tl.constexpr,
+    OUT_ALIGN: tl.constexpr,
     QK_EPS: tl.constexpr,
     launch_pdl: tl.constexpr,
 ):
@@ -457,11 +471,12 @@ def _kda_single_token_kernel(
     head = unit % H
     live = row < n  # the others are the output's tail
     part_size = H * D  # channels of q, of k and of v
-    x_ptr = tl.multiple_of(x_ptr, 2 * ALIGN) + row * (x_stride * ALIGN)
-    g_ptr = tl.multiple_of(g_ptr, 2 * ALIGN) + row * (g_stride * ALIGN)
-    z_ptr = tl.multiple_of(z_ptr, 2 * ALIGN) + row * (z_stride * ALIGN)
-    output_ptr = tl.multiple_of(output_ptr, 2 * ALIGN)
-    output_ptr += row * (output_stride * ALIGN)
+    x_ptr = tl.multiple_of(x_ptr + row * (x_stride * IN_ALIGN), 2 * IN_ALIGN)
+    g_ptr = tl.multiple_of(g_ptr + row * (g_stride * IN_ALIGN), 2 * IN_ALIGN)
+    z_ptr = tl.multiple_of(z_ptr + row * (z_stride * OUT_ALIGN), 2 * OUT_ALIGN)
+    output_ptr = tl.multiple_of(
+        output_ptr + row * (output_stride * OUT_ALIGN), 2 * OUT_ALIGN
+    )
     index_ptr += row * index_stride
     state_ptr += head * (D * D) + tile * (DT * D)
 
@@ -503,13 +518,16 @@ def _kda_single_token_kernel(
     vw = _load_weights(weight_ptr + vc * weight_stride_channel, weight_stride_tap)
     a_log = tl.load(a_log_ptr + head).to(tl.float32)
     bias = tl.load(dt_bias_ptr + qc).to(tl.float32)
-    norm_weight = tl.load(norm_weight_ptr + key).to(tl.float32)
     qx = tl.load(x_ptr + qc, mask=live, other=0)
     kx = tl.load(x_ptr + kc, mask=live, other=0)
     vx = tl.load(x_ptr + vc, mask=live, other=0)
     g = tl.load(g_ptr + qc, mask=live, other=0)
     beta = tl.load(beta_ptr + row * beta_stride + head, mask=live, other=0)
-    z = tl.load(z_ptr + head * D + key, mask=live, other=0)
+    # Where a program norms a head that others computed, each of its warps does so
+    # twice, 16 lanes with eight neighbours each.
+    normed = key if TILES == 1 else tl.zeros([2 * W, 1], tl.int32) + key[None, :]
+    z = tl.load(z_ptr + head * D + normed, mask=live, other=0)
+    norm_weight = tl.load(norm_weight_ptr + normed).to(tl.float32)
 
     if slot <= 0:
         tl.store(output_ptr + value, tl.zeros([DT], output_ptr.dtype.element_ty))
@@ -553,19 +571,20 @@ def _kda_single_token_kernel(
         h, o_chunk = _advance(h, q, k, _take_chunk(v, i), decay, beta)
         tl.store(state_ptrs + i * R * D, h.to(state_ptr.dtype.element_ty))
         o = tl.where(chunk == i, o_chunk[:, None, :], o)
-    o = tl.reshape(o, [DT]).to(tl.bfloat16)
+    o = o.to(tl.bfloat16)
 
-    output_ptrs = output_ptr + head * D + key
+    output_ptrs = output_ptr + head * D + normed
     if TILES > 1:
         # The program that arrives last has the whole head's output before it,
         # and all others have read the window, so it norms and shifts for them.
-        tl.store(output_ptr + value, o)
+        tl.store(output_ptr + value, tl.reshape(o, [DT]))
         tl.debug_barrier()
         arrived = tl.atomic_add(arrivals_ptr + unit, 1, sem="acq_rel", scope="gpu")
         if arrived != TILES - 1:
             return
         tl.store(arrivals_ptr + unit, 0)
-        o = tl.load(output_ptrs, cache_modifier=".cg")
+        o = tl.load(output_ptrs, cache_modifier=".cg").to(tl.float32)
+        square_sum = tl.sum(o * o, axis=1)[:, None]
         vc = 2 * part_size + head * D + key
         v_ptrs = conv_ptr + vc * conv_stride_channel
         v_window = _load_window(v_ptrs, conv_stride_tap)
@@ -576,8 +595,11 @@ def _kda_single_token_kernel(
         _shift_window(k_ptrs, conv_stride_tap, k_window, kx)
         _shift_window(v_ptrs, conv_stride_tap, v_window, vx)
 
-    o = o.to(tl.float32)
-    o *= 1 / tl.sqrt(tl.sum(o * o) / D + eps)
+    else:
+        o = tl.reshape(o, [D]).to(tl.float32)
+        square_sum = _sum_like_norm(o * o)
+
+    o *= 1 / tl.sqrt(square_sum / D + eps)
     y = o * norm_weight * tl.sigmoid(z.to(tl.float32))
     tl.store(output_ptrs, y.to(output_ptr.dtype.element_ty))
 
@@ -656,6 +678,12 @@ def _launch_pdl() -> bool:
     return current_platform.is_arch_support_pdl()
 
 
+def _alignment(elements: int, *rows: torch.Tensor) -> int:
+    """``elements`` if every row of bf16 tensors starts on as many, else 1."""
+    starts = (t.data_ptr() % (2 * elements) | t.stride(0) % elements for t in rows)
+    return 1 if any(starts) else elements
+
+
 def _launch(
     variant: _Variant,
     mixed_qkv: torch.Tensor,
@@ -676,12 +704,9 @@ def _launch(
     arrivals: torch.Tensor | None,
 ) -> None:
     heads, dim = raw_g.shape[1:]
-    rows = (mixed_qkv, raw_g, z, output)
-    strides = [t.stride(0) for t in rows]
-    # Four bf16 at once where every row of every operand starts on 8 bytes.
     # Strides decide alone in practice, so one geometry needs one binary.
-    wide = all(t.data_ptr() % 8 == 0 and t.stride(0) % 4 == 0 for t in rows)
-    align = 4 if wide else 1
+    in_align = _alignment(4, mixed_qkv, raw_g)
+    out_align = _alignment(8, z, output)
     if variant.tiles == 1:
         arrivals = None
     elif arrivals is None:
@@ -703,7 +728,10 @@ def _launch(
         mixed_qkv.shape[0],
         heads,
         recurrent_state.shape[0],
-        *(stride // align for stride in strides),
+        mixed_qkv.stride(0) // in_align,
+        raw_g.stride(0) // in_align,
+        z.stride(0) // out_align,
+        output.stride(0) // out_align,
         raw_beta.stride(0),
         state_indices.stride(0),
         *conv_state.stride(),
@@ -717,7 +745,8 @@ def _launch(
         CHUNKS=variant.chunks,
         PREFETCH_STATE=variant.prefetch_state,
         W=NUM_WARPS,
-        ALIGN=align,
+        IN_ALIGN=in_align,
+        OUT_ALIGN=out_align,
         QK_EPS=QK_NORM_EPS,
         num_warps=NUM_WARPS,
         launch_pdl=_launch_pdl(),
@@ -883,11 +912,15 @@ def kda_single_token(
     """Advance every row by its one token, in one launch.
 
     Reads each operand where it lies, allocates nothing and copies nothing. Both
-    states are updated in place, once per row. With vLLM's kernels as they were
-    in 0.33.0 the new states agree bit for bit where the channels of the
-    convolution state are adjacent and the projection's row stride, which vLLM's
-    recurrence then reads with, is a multiple of 16 elements (16, 32 or 64 heads,
-    or one row); else to 1e-6, since it sums the q and k norms in another order.
+    states are updated in place, once per row.
+
+    Against vLLM's kernels as they were in 0.33.0: where the channels of the
+    convolution state are adjacent and the projection's row stride, with which
+    vLLM's recurrence reads, is a multiple of 16 elements (16, 32 or 64 heads, or one
+    row), the new states agree bit for bit, and with Triton 3.8 so does the output
+    (3.6 orders the sum of vLLM's norm otherwise). Elsewhere the states agree to 1e-6
+    and the output to one rounding, since vLLM sums the q and k norms in another
+    order.
 
     n is the number of rows, H of local heads, D = 128.
 
