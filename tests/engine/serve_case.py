@@ -11,71 +11,146 @@ import json
 import os
 import sys
 import time
+import zlib
 from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+import torch
 
-import torch  # noqa: E402
-
-DRAFTS = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-
-# Engine arguments of each case, over those of every case.
-CASES: dict[str, dict[str, Any]] = {
-    "graphs": {},
-    "eager": {"enforce_eager": True},
-    "chunked": {"max_num_batched_tokens": 64, "max_num_seqs": 16},
-    "prefix": {"enable_prefix_caching": True, "mamba_cache_mode": "align"},
-    "drafts1": {"speculative_config": {**DRAFTS, "num_speculative_tokens": 1}},
-    "drafts3": {"speculative_config": {**DRAFTS, "num_speculative_tokens": 3}},
-    "drafts5": {"speculative_config": {**DRAFTS, "num_speculative_tokens": 5}},
-    "sync": {"async_scheduling": False},
-    "preempt": {"num_gpu_blocks_override": 40},
-    "sleep": {"enable_sleep_mode": True},
-    "reload": {},
-    "dim_first": {},
-    "runner_v1": {},
-}
-# What a case puts in the environment before vLLM is imported.
 ENVIRONMENT = {
-    "dim_first": {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"},
-    "runner_v1": {"VLLM_USE_V2_MODEL_RUNNER": "0"},
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    # Functions are sent to the workers of several processes.
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
 }
+
+# Random weights do not predict themselves, so drafts are kept by lot.
+_KEPT_BY_LOT = {
+    "rejection_sample_method": "synthetic",
+    "synthetic_acceptance_length": 1.7,
+}
+_NGRAM = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+_SHORT_STEPS = {"max_num_batched_tokens": 256, "max_num_seqs": 16}
+
+
+def drafting(tokens: int, **how: Any) -> dict[str, Any]:
+    """Engine arguments for ``tokens`` drafts a step."""
+    return {"speculative_config": {**how, "num_speculative_tokens": tokens}}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What an engine is started with and what it decodes.
+
+    Attributes:
+        arguments: Engine arguments, over those of every case.
+        environment: Variables set before vLLM is imported.
+        batches: Sizes of the batches decoded one after the other.
+        tokens: Tokens generated for each request.
+        first_length: Length of the shortest prompt; a first chunk of one token must
+            not be taken for a decode.
+        repeating: Whether every second prompt repeats itself, so that an n-gram
+            drafter finds something.
+        devices: GPUs needed.
+    """
+
+    arguments: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    batches: tuple[int, ...] = (6, 20)
+    tokens: int = 64
+    first_length: int = 1
+    repeating: bool = False
+    devices: int = 1
+
+
+CASES: dict[str, Case] = {
+    "graphs": Case(batches=(1, 5, 32, 32), tokens=512),
+    "eager": Case({"enforce_eager": True}, batches=(1, 5, 32, 32), tokens=512),
+    "chunked": Case({"max_num_batched_tokens": 64, "max_num_seqs": 16}),
+    "prefix": Case(
+        {
+            "enable_prefix_caching": True,
+            "mamba_cache_mode": "align",
+            "max_model_len": 8192,
+            "max_num_batched_tokens": 8192,
+        }
+    ),
+    "drafts1": Case(drafting(1, **_NGRAM, **_KEPT_BY_LOT), repeating=True),
+    "drafts3": Case(
+        drafting(3, **_NGRAM, **_KEPT_BY_LOT) | _SHORT_STEPS, repeating=True
+    ),
+    "drafts5": Case(drafting(5, **_NGRAM, **_KEPT_BY_LOT), repeating=True),
+    "mtp1": Case(drafting(1, method="mtp", **_KEPT_BY_LOT)),
+    "mtp3": Case(drafting(3, method="mtp", **_KEPT_BY_LOT) | _SHORT_STEPS),
+    "sync": Case({"async_scheduling": False}),
+    "preempt": Case(
+        {"max_model_len": 4096, "num_gpu_blocks_override": 60},
+        batches=(12,),
+        first_length=1400,
+        tokens=200,
+    ),
+    "sleep": Case({"enable_sleep_mode": True}, batches=(6,)),
+    "reload": Case(batches=(6,)),
+    "dim_first": Case(environment={"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}),
+    "bf16_state": Case({"mamba_ssm_cache_dtype": "bfloat16"}),
+    "runner_v1": Case(environment={"VLLM_USE_V2_MODEL_RUNNER": "0"}),
+    # No short steps here: with them vLLM's own prefill outgrows its locked workspace.
+    "runner_v1_drafts3": Case(
+        drafting(3, **_NGRAM),
+        environment={"VLLM_USE_V2_MODEL_RUNNER": "0"},
+        repeating=True,
+    ),
+    "lora": Case({"enable_lora": True}),
+    "pipeline": Case({"pipeline_parallel_size": 2}, devices=2),
+    "data_parallel": Case(
+        environment={"VLLM_DP_SIZE": "2", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+        batches=(6,),
+        devices=2,
+    ),
+}
+
+
+# --- weights ----------------------------------------------------------------------
+
+
+def seeded_value(name: str, parameter: torch.Tensor, seed: int) -> torch.Tensor:
+    """A value at whose scale greedy decoding does not repeat itself.
+
+    A matrix is normal with variance 1 / fan-in, so that a layer keeps its input's
+    scale; norms stay near one, the KDA gates spread over their range.
+    """
+    generator = torch.Generator(parameter.device)
+    generator.manual_seed(zlib.crc32(name.encode()) + seed)
+    value = torch.randn(
+        parameter.shape,
+        generator=generator,
+        device=parameter.device,
+        dtype=torch.float32,
+    )
+    if name.endswith("A_log"):
+        value.abs_().log_()
+    elif "norm" in name and parameter.dim() == 1:
+        value.mul_(0.05).add_(1.0)
+    elif name.endswith("bias"):
+        value.mul_(0.1)
+    elif "conv1d" in name:
+        value.mul_(0.5)
+    elif parameter.dim() > 1:
+        value.mul_(parameter.shape[-1] ** -0.5)
+    return value.to(parameter.dtype)
 
 
 @torch.no_grad()
 def seed_weights(model: torch.nn.Module, seed: int) -> None:
-    """Give dummy weights a scale at which greedy decoding does not repeat itself.
-
-    Every matrix gets normal values of variance 1 / fan-in, so that a layer keeps its
-    input's scale; norms stay near one, the KDA gates spread over their range.
-    """
-    for index, (name, parameter) in enumerate(sorted(model.named_parameters())):
-        generator = torch.Generator(parameter.device).manual_seed(
-            seed * 100_003 + index
-        )
-        if not parameter.is_floating_point():
-            continue
-        shape = parameter.shape
-        value = torch.randn(
-            shape, generator=generator, device=parameter.device, dtype=torch.float32
-        )
-        if name.endswith("A_log"):
-            value = value.abs_().log_()
-        elif "norm" in name and parameter.dim() == 1:
-            value = value.mul_(0.05).add_(1.0)
-        elif name.endswith("bias"):
-            value.mul_(0.1)
-        elif "conv1d" in name:
-            value.mul_(0.5)
-        elif parameter.dim() > 1:
-            value.mul_(shape[-1] ** -0.5)
-        parameter.copy_(value)
+    """Give a model with dummy weights those of ``seed``, in place."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point():
+            parameter.copy_(seeded_value(name, parameter, seed))
     for module in model.modules():
         merge_stock_conv_weight(module)
 
@@ -90,21 +165,187 @@ def merge_stock_conv_weight(module: torch.nn.Module) -> None:
             merged.copy_(torch.cat([conv.weight.squeeze(1) for conv in convs]))
 
 
-def prompts(count: int, vocabulary: int, repeating: bool) -> list[dict[str, Any]]:
-    """Prompts of mixed lengths; repeating ones give a draft model something to find."""
-    generator = torch.Generator().manual_seed(count)
+# A merged parameter's name, and its checkpoint's names in their order.
+_MERGED = {
+    ".gate_up_proj.": (".gate_proj.", ".up_proj."),
+    ".fused_qkv_a_proj.": (".q_a_proj.", ".kv_a_proj_with_mqa."),
+    ".wk_weights_proj.": (".wk.", ".weights_proj."),
+    ".in_proj_qkvbfg_a.": (
+        ".q_proj.",
+        ".k_proj.",
+        ".v_proj.",
+        ".b_proj.",
+        ".f_a_proj.",
+        ".g_a_proj.",
+    ),
+}
+
+
+# What vLLM's MLA computes from its weights, and registers among them.
+_DERIVED = ("W_UV", "W_UK_T")
+
+
+def checkpoint_weights(
+    model: torch.nn.Module, seed: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of ``seed`` under the names that a GLM-5.3 checkpoint gives them."""
+    config = model.config
+    for name, parameter in model.named_parameters():
+        if name.rpartition(".")[2] in _DERIVED:
+            continue
+        value = parameter.data
+        if parameter.is_floating_point():
+            value = seeded_value(name, parameter, seed)
+        merged = next((part for part in _MERGED if part in name), None)
+        if merged:
+            sizes = model.get_submodule(name.rpartition(".")[0]).output_sizes
+            for part, rows in zip(_MERGED[merged], value.split(sizes), strict=True):
+                if "kv_a_proj" in part and config.mla_use_nope:
+                    rows = rows[: len(rows) - config.qk_rope_head_dim]
+                yield name.replace(merged, part), rows
+        elif ".routed_experts.w13_" in name or ".routed_experts.w2_" in name:
+            yield from _expert_weights(name, value)
+        else:
+            yield name, value
+
+
+def _expert_weights(
+    name: str, value: torch.Tensor
+) -> Iterator[tuple[str, torch.Tensor]]:
+    both = ".routed_experts.w13_" in name
+    merged = ".routed_experts.w13_" if both else ".routed_experts.w2_"
+    for expert, weight in enumerate(value):
+        if not both:
+            yield name.replace(merged, f".{expert}.down_proj."), weight
+            continue
+        for part, rows in zip(("gate_proj", "up_proj"), weight.chunk(2), strict=True):
+            yield name.replace(merged, f".{expert}.{part}."), rows
+
+
+def reload(engine: Any, seed: int) -> None:
+    """Load the weights of ``seed`` through vLLM's own call for that."""
+    model = next(iter(engine.apply_model(lambda model: model)))
+    # vLLM puts the parameters on the meta device before it asks for the first.
+    weights = list(checkpoint_weights(model, seed))
+    engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+    for module in model.modules():
+        merge_stock_conv_weight(module)
+
+
+# --- what is decoded --------------------------------------------------------------
+
+
+def prompts(case: Case, count: int, vocabulary: int, seed: int) -> list[dict]:
+    """Prompts of mixed lengths."""
+    generator = torch.Generator().manual_seed(seed)
     made = []
     for index in range(count):
-        length = 3 + (index * 37) % 180
+        length = case.first_length + (index * 37) % 180
         ids = torch.randint(10, vocabulary, (length,), generator=generator).tolist()
-        if repeating:
+        if case.repeating and index % 2:
             ids = (ids[:7] * 40)[: max(length, 24)]
         made.append({"prompt_token_ids": ids})
     return made
 
 
+def decode(engine: Any, batch: list[dict], tokens: int) -> list[dict]:
+    """Greedy tokens of each request, and the likeliest few at each place."""
+    from vllm import SamplingParams
+
+    greedy = SamplingParams(
+        temperature=0,
+        max_tokens=tokens,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=20,
+        seed=1,
+    )
+    outputs = engine.generate(batch, greedy, use_tqdm=False)
+    return [
+        {
+            "ids": list(output.outputs[0].token_ids),
+            "likeliest": [
+                {token: round(entry.logprob, 5) for token, entry in place.items()}
+                for place in output.outputs[0].logprobs
+            ],
+            "cached": output.num_cached_tokens,
+        }
+        for output in outputs
+    ]
+
+
+def run_case(engine: Any, name: str, vocabulary: int) -> dict[str, list[dict]]:
+    """Decode as the case wants; the texts by the name of what was decoded."""
+    case = CASES[name]
+    found = {}
+    for number, count in enumerate(case.batches):
+        batch = prompts(case, count, vocabulary, number)
+        found[f"batch {number} of {count}"] = decode(engine, batch, case.tokens)
+    more = {
+        "graphs": _alone,
+        "prefix": _with_a_shared_prefix,
+        "sleep": _after_sleep,
+        "reload": _after_reload,
+    }.get(name)
+    if more is not None:
+        batch = prompts(case, case.batches[-1], vocabulary, len(case.batches) - 1)
+        found |= more(engine, case, batch)
+    return found
+
+
+def _alone(engine: Any, case: Case, batch: list[dict]) -> dict[str, list[dict]]:
+    """The last batch's first requests, each by itself."""
+    alone = [decode(engine, [request], case.tokens)[0] for request in batch[:4]]
+    return {"alone": alone}
+
+
+def _with_a_shared_prefix(
+    engine: Any, case: Case, batch: list[dict]
+) -> dict[str, list[dict]]:
+    """Prompts that begin alike, twice: the second time from cached states.
+
+    A block has 1,024 or 1,536 tokens here, and some requests grow past its end while
+    they decode. None has more than the 2,048 beyond which MLA attends to a selection.
+    """
+    shared = (batch[-1]["prompt_token_ids"] * 400)[:1900]
+    lengths = (1900, 1900, 1800, 1700, 1600, 1540, 1530, 1500, 1020, 980)
+    longer = [
+        {"prompt_token_ids": shared[:length] + [11 + i]}
+        for i, length in enumerate(lengths)
+    ]
+    return {
+        "first": decode(engine, longer, case.tokens),
+        "hits": decode(engine, longer, case.tokens),
+    }
+
+
+def _after_sleep(engine: Any, case: Case, batch: list[dict]) -> dict[str, list[dict]]:
+    reload(engine, 1)
+    found = {"before": decode(engine, batch, case.tokens)}
+    engine.sleep(level=1)
+    engine.wake_up()
+    found["after level 1"] = decode(engine, batch, case.tokens)
+    engine.sleep(level=2)
+    engine.wake_up(tags=["weights"])
+    reload(engine, 1)
+    engine.wake_up(tags=["kv_cache"])
+    found["after level 2"] = decode(engine, batch, case.tokens)
+    return found
+
+
+def _after_reload(engine: Any, case: Case, batch: list[dict]) -> dict[str, list[dict]]:
+    found = {}
+    for name, seed in (("weights 1", 1), ("weights 2", 2), ("weights 1 again", 1)):
+        reload(engine, seed)
+        found[name] = decode(engine, batch, case.tokens)
+    return found
+
+
+# --- the engine -------------------------------------------------------------------
+
+
 class Watch:
-    """Counts the batch kinds that the metadata builder makes, and the layers."""
+    """Counts the batch kinds that the metadata builder makes in this process."""
 
     def __init__(self) -> None:
         from vllm.model_executor.layers.mamba.gdn.kda_decode.routes import batch_kind
@@ -120,15 +361,16 @@ class Watch:
                 self.kinds["prefill with decode"] += 1
             if metadata.num_spec_decodes and metadata.num_prefills:
                 self.kinds["prefill with verify"] += 1
-            drafted = metadata.num_spec_decode_tokens - metadata.num_spec_decodes
-            if metadata.num_spec_decodes and not drafted:
-                self.kinds["nothing drafted"] += 1
+            drafts = kwargs.get("num_decode_draft_tokens_cpu")
+            if metadata.num_spec_decodes and drafts is not None:
+                for count in drafts[drafts >= 0].tolist():
+                    self.kinds[f"{count} drafted"] += 1
             return metadata
 
         GDNAttentionMetadataBuilder.build = counted
 
 
-def make_engine(model: str, case: str, kda_backend: str | None) -> Any:
+def make_engine(model: str, case: Case, kda_backend: str | None) -> Any:
     from vllm import LLM
 
     arguments: dict[str, Any] = {
@@ -143,65 +385,72 @@ def make_engine(model: str, case: str, kda_backend: str | None) -> Any:
         # Several engines share the GPU, so none can tell its own memory by profiling.
         "kv_cache_memory_bytes": 4 << 30,
         "enable_prefix_caching": False,
-        "disable_log_stats": True,
+        "disable_log_stats": False,
         "seed": 0,
         "kernel_config": {"enable_jit_warmup": False},
-    } | CASES[case]
+    } | case.arguments
     if kda_backend:
         arguments["additional_config"] = {"kda_decode_backend": kda_backend}
     return LLM(**arguments)
 
 
-def decode(engine: Any, batch: list[dict[str, Any]], tokens: int) -> list[dict]:
-    """Greedy tokens of each request, and the likeliest few at each place."""
-    from vllm import SamplingParams
-
-    greedy = SamplingParams(
-        temperature=0,
-        max_tokens=tokens,
-        ignore_eos=True,
-        detokenize=False,
-        logprobs=5,
-    )
-    outputs = engine.generate(batch, greedy, use_tqdm=False)
-    return [
-        {
-            "ids": list(output.outputs[0].token_ids),
-            "likeliest": [
-                {token: entry.logprob for token, entry in place.items()}
-                for place in output.outputs[0].logprobs
-            ],
-        }
-        for output in outputs
-    ]
+def count_layers(model: torch.nn.Module) -> dict[str, int]:
+    return dict(Counter(type(module).__name__ for module in model.modules()))
 
 
-def run_case(engine: Any, case: str, vocabulary: int, tokens: int) -> dict[str, Any]:
-    """Decode as the case wants; token ids by the name of what was decoded."""
-    found: dict[str, Any] = {}
-    repeating = case.startswith("drafts")
-    batches = (1, 5, 32) if case in ("graphs", "eager") else (6, 20)
-    for count in batches:
-        batch = prompts(count, vocabulary, repeating)
-        found[f"batch {count}"] = decode(engine, batch, tokens)
-    if case == "prefix":
-        shared = prompts(1, vocabulary, False)[0]["prompt_token_ids"] * 200
-        batch = [{"prompt_token_ids": shared[:600] + [11 + i]} for i in range(4)]
-        found["first"] = decode(engine, batch, tokens)
-        found["hits"] = decode(engine, batch, tokens)
-    if case == "sleep":
-        engine.sleep(level=1)
-        engine.wake_up()
-        found["awake"] = decode(engine, prompts(6, vocabulary, False), tokens)
-    if case == "reload":
-        engine.apply_model(lambda model: seed_weights(model, 2))
-        found["new weights"] = decode(engine, prompts(6, vocabulary, False), tokens)
-    return found
+def memory(model: torch.nn.Module) -> int:
+    """Bytes of the GPU that this worker's tensors and graphs hold."""
+    return torch.accelerator.memory_reserved()
 
 
-def layers(engine: Any) -> dict[str, int]:
-    context = engine.llm_engine.vllm_config.compilation_config.static_forward_context
-    return Counter(type(layer).__name__ for layer in context.values())
+_COUNTERS = (
+    "vllm:num_preemptions",
+    "vllm:prefix_cache_hits",
+    "vllm:spec_decode_num_draft_tokens",
+    "vllm:spec_decode_num_accepted_tokens",
+)
+
+
+def describe(engine: Any, watch: Watch, found: dict[str, list[dict]]) -> dict:
+    layers = Counter()
+    for counted in engine.apply_model(count_layers):
+        layers.update(counted)
+    config = engine.llm_engine.vllm_config.compilation_config
+    return {
+        "tokens": found,
+        "kinds": watch.kinds,
+        "layers": layers,
+        "cudagraph mode": str(config.cudagraph_mode),
+        "counters": {
+            metric.name: metric.value
+            for metric in engine.get_metrics()
+            if metric.name in _COUNTERS
+        },
+    }
+
+
+def serve(options: argparse.Namespace) -> dict[str, Any]:
+    case, watch = CASES[options.case], Watch()
+    start = time.perf_counter()
+    engine = make_engine(options.model, case, options.kda_backend)
+    started = time.perf_counter() - start
+    reserved = engine.apply_model(memory)
+    vocabulary = engine.llm_engine.model_config.get_vocab_size()
+    engine.apply_model(seed_in_worker(1))
+    watch.kinds.clear()
+    if os.environ.get("VLLM_DP_RANK", "0") != "0":
+        # The idle rank: done after two tokens, and there for the other's steps.
+        decode(engine, prompts(case, 1, vocabulary, 0), 2)
+        while not options.out.with_name(options.out.name.replace("-dp1", "")).exists():
+            time.sleep(0.2)
+        return {}
+    found = run_case(engine, options.case, vocabulary)
+    more = {"seconds to start": started, "memory": reserved}
+    return describe(engine, watch, found) | more
+
+
+def seed_in_worker(seed: int) -> Callable[[torch.nn.Module], None]:
+    return lambda model: seed_weights(model, seed)
 
 
 def main() -> None:
@@ -210,27 +459,12 @@ def main() -> None:
     parser.add_argument("case", choices=sorted(CASES))
     parser.add_argument("out", type=Path)
     parser.add_argument("--kda-backend")
-    parser.add_argument("--tokens", type=int, default=64)
     options = parser.parse_args()
-    os.environ |= ENVIRONMENT.get(options.case, {})
-
-    watch = Watch()
-    start = time.perf_counter()
-    engine = make_engine(options.model, options.case, options.kda_backend)
-    started = time.perf_counter() - start
-    vocabulary = engine.llm_engine.model_config.get_vocab_size()
-    engine.apply_model(lambda model: seed_weights(model, 1))
-    watch.kinds.clear()
-    found = run_case(engine, options.case, vocabulary, options.tokens)
-    report = {
-        "tokens": found,
-        "kinds": watch.kinds,
-        "layers": layers(engine),
-        "seconds to start": started,
-        "cudagraph mode": str(
-            engine.llm_engine.vllm_config.compilation_config.cudagraph_mode
-        ),
-    }
+    os.environ |= ENVIRONMENT | CASES[options.case].environment
+    try:
+        report = serve(options)
+    except (ValueError, NotImplementedError) as error:
+        report = {"refused": f"{type(error).__name__}: {error}"}
     options.out.write_text(json.dumps(report))
     sys.stdout.flush()
     os._exit(0)

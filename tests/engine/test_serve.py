@@ -2,48 +2,104 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """vLLM's real engine with the patch and without it, case by case.
 
-``KDA_ENGINE_MODEL=<folder> pytest -m engine tests/engine``: the folder holds a
-GLM-5.3 text configuration (weights are dummies, seeded by the case). Several engines
-share the GPU: ``KDA_ENGINE_JOBS`` at once, each with ``GMU`` of its memory.
+``KDA_ENGINE_MODEL=<folder> pytest -m engine tests/engine``: the folder is written by
+``make_model.py``; weights are dummies, seeded by the case. Several engines share a
+GPU: ``KDA_ENGINE_JOBS`` on each, each with ``GMU`` of its memory. ``KDA_ENGINE_CASES``
+names some of the cases, ``KDA_ENGINE_OUT`` a folder for reports, logs and a summary.
 """
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
+import torch
+import triton
+from packaging.version import Version
+from serve_case import CASES as ALL_CASES
 
 pytestmark = pytest.mark.engine
 
 MODEL = os.environ.get("KDA_ENGINE_MODEL", "")
-JOBS = int(os.environ.get("KDA_ENGINE_JOBS", "4"))
-CASES = os.environ.get("KDA_ENGINE_CASES", "").split() or [
-    "graphs",
-    "eager",
-    "chunked",
-    "prefix",
-    "drafts1",
-    "drafts3",
-    "drafts5",
-    "sync",
-    "preempt",
-    "sleep",
-    "reload",
-    "dim_first",
-    "runner_v1",
+JOBS = int(os.environ.get("KDA_ENGINE_JOBS", "6"))
+TIMEOUT_S = 400
+GPUS = torch.cuda.device_count()
+VISIBLE = (
+    os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(GPUS)))
+).split(",")
+CASES = [
+    case
+    for case in os.environ.get("KDA_ENGINE_CASES", "").split() or ALL_CASES
+    if ALL_CASES[case].devices <= GPUS
 ]
+HEADS = (
+    json.loads((Path(MODEL) / "config.json").read_text())["text_config"][
+        "linear_num_heads"
+    ]
+    if MODEL
+    else 0
+)
 OURS, STOCK = "Glm5NextDecodeLinearAttention", "Glm5NextLinearAttention"
+# The rest of the case is run with these backends too.
+BACKENDS = {"graphs": (None, "triton", "b12x")}
 
 
-def serve(folder: Path, case: str, patched: bool, backend: str | None) -> dict:
-    """Run one case in a process of its own and read its report."""
+# --- running the cases ------------------------------------------------------------
+
+
+class Devices:
+    """Hands out the GPUs, each to ``JOBS`` engines at once."""
+
+    def __init__(self) -> None:
+        self._free: SimpleQueue[str] = SimpleQueue()
+        for device in VISIBLE * JOBS:
+            self._free.put(device)
+
+    @contextmanager
+    def take(self, count: int) -> Iterator[str]:
+        """Value of ``CUDA_VISIBLE_DEVICES`` for an engine of ``count`` GPUs."""
+        taken = self._free.get()
+        try:
+            # An engine of several GPUs takes each once, whoever else is on them.
+            yield taken if count == 1 else ",".join(VISIBLE[:count])
+        finally:
+            self._free.put(taken)
+
+
+def run_process(command: list[str], log: Path, environment: dict[str, str]) -> None:
+    """Run a case in a process of its own, and end what it leaves running."""
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            process.wait(TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            stream.write(f"\nno end after {TIMEOUT_S} s\n")
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def serve(
+    devices: Devices, folder: Path, case: str, patched: bool, backend: str | None
+) -> dict:
+    """Run one case and read its report."""
     name = f"{case}-{'patched' if patched else 'stock'}-{backend or 'auto'}"
-    out = folder / f"{name}.json"
+    out, log = folder / f"{name}.json", folder / f"{name}.log"
     command = [sys.executable, str(Path(__file__).with_name("serve_case.py"))]
     command += [MODEL, case, str(out)]
     if backend:
@@ -51,14 +107,37 @@ def serve(folder: Path, case: str, patched: bool, backend: str | None) -> dict:
     environment = dict(os.environ)
     if not patched:
         environment["VLLM_PLUGINS"] = ""
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=False
-    )
-    log = done.stdout + done.stderr
-    (folder / f"{name}.log").write_text(log)
+    with devices.take(ALL_CASES[case].devices) as visible:
+        environment["CUDA_VISIBLE_DEVICES"] = visible
+        if case == "data_parallel":
+            serve_two_ranks(command, out, log, environment)
+        else:
+            run_process(command, log, environment)
     if not out.exists():
-        return {"failed": log[-4000:]}
-    return json.loads(out.read_text()) | {"log": log}
+        return {"failed": log.read_text()[-4000:]}
+    return json.loads(out.read_text()) | {"log": log.read_text()}
+
+
+def serve_two_ranks(
+    command: list[str], out: Path, log: Path, environment: dict[str, str]
+) -> None:
+    """Run a rank with the case's requests, and one that is idle but for a token."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    environment["VLLM_DP_MASTER_PORT"] = port
+    idle = [
+        str(out.with_name(f"{out.stem}-dp1.json")) if c == str(out) else c
+        for c in command
+    ]
+    with ThreadPoolExecutor(1) as other:
+        other.submit(
+            run_process,
+            idle,
+            log.with_name(f"{log.stem}-dp1.log"),
+            environment | {"VLLM_DP_RANK": "1"},
+        )
+        run_process(command, log, environment | {"VLLM_DP_RANK": "0"})
 
 
 @pytest.fixture(scope="module")
@@ -67,88 +146,126 @@ def reports(tmp_path_factory) -> Iterator[dict[tuple, Future]]:
     if not MODEL:
         pytest.skip("KDA_ENGINE_MODEL names no model folder")
     folder = Path(os.environ.get("KDA_ENGINE_OUT") or tmp_path_factory.mktemp("engine"))
-    wanted = [(case, patched, None) for case in CASES for patched in (True, False)]
-    if "graphs" in CASES:
-        wanted += [("graphs", True, "triton"), ("graphs", True, "b12x")]
-    with ThreadPoolExecutor(JOBS) as pool:
-        yield {key: pool.submit(serve, folder, *key) for key in wanted}
+    wanted = []
+    for case in CASES:
+        wanted.append((case, False, None))
+        wanted += [(case, True, backend) for backend in BACKENDS.get(case, (None,))]
+    devices = Devices()
+    with ThreadPoolExecutor(JOBS * GPUS) as pool:
+        made = {key: pool.submit(serve, devices, folder, *key) for key in wanted}
+        yield made
+    summary = "\n".join(summary_line(*key, made) for key in wanted)
+    (folder / "summary.txt").write_text(summary + "\n")
 
 
 def report_of(reports: dict, *key: Any) -> dict:
     report = reports[key].result()
     if "failed" in report:
         pytest.fail(f"{key} did not finish:\n{report['failed']}")
+    if "refused" in report and key[0] != "lora":
+        pytest.fail(f"{key} was refused: {report['refused']}")
     return report
 
 
-# Where the last bits differ, greedy text may part at a near-tie and nowhere else:
-# there the other's token must be within this of the likeliest, in log probability.
-NEAR_TIE = 0.1
+def summary_line(case: str, patched: bool, backend: str | None, reports: dict) -> str:
+    """What a case gave, compared with stock vLLM's."""
+    name = f"{case}, {'patched' if patched else 'stock'}, {backend or 'auto'}:"
+    report, stock = (
+        reports[case, patched, backend].result(),
+        reports[case, False, None].result(),
+    )
+    if "tokens" not in report or "tokens" not in stock:
+        return f"{name} {report.get('refused', 'failed')}"
+    compared = list(compare(report["tokens"], stock["tokens"]))
+    parted = [c for c in compared if c.parted is not None]
+    largest = max((c.difference for c in compared), default=0.0)
+    wide = max((c.gap for c in parted), default=0.0)
+    return (
+        f"{name} {len(compared) - len(parted)} of {len(compared)} texts equal, log "
+        f"probabilities within {largest:.3f} before they part, at gaps of {wide:.3f} "
+        f"or less; {sum(len(c.ids) for c in compared)} tokens, "
+        f"{len(distinct(report))} different; kinds {dict(report['kinds'])}; "
+        f"{report['counters']}; {report['memory']} B; "
+        f"{report['seconds to start']:.0f} s to start"
+    )
 
 
-def partings(found: dict, wanted: dict) -> list[str]:
-    """Where greedy text parts from the wanted one at no near-tie.
+# --- comparing --------------------------------------------------------------------
 
-    Args:
-        found: Requests by name, each with ``ids`` and the ``likeliest`` tokens.
-        wanted: Likewise.
 
-    Returns:
-        A line for each such request; empty if there is none.
+class Comparison:
+    """One request's text beside the wanted one.
+
+    Attributes:
+        ids: Its tokens.
+        parted: The place of the first other token, or None.
+        gap: There, by how much the wanted run thinks the found token less likely than
+            its own, in log probability; infinite if it is not among its likeliest.
+        difference: Largest difference of a log probability up to there.
     """
+
+    def __init__(self, found: dict, wanted: dict) -> None:
+        self.ids = found["ids"]
+        pairs = enumerate(zip(found["ids"], wanted["ids"], strict=True))
+        self.parted = next((place for place, (a, b) in pairs if a != b), None)
+        self.gap = 0.0
+        end = len(found["ids"]) if self.parted is None else self.parted
+        if self.parted is not None:
+            likeliest = wanted["likeliest"][end]
+            there = likeliest.get(str(found["ids"][end]), float("-inf"))
+            self.gap = max(likeliest.values()) - there
+        self.difference = max(
+            (
+                abs(probability - wanted["likeliest"][place][token])
+                for place in range(min(end + 1, len(found["ids"])))
+                for token, probability in found["likeliest"][place].items()
+                if token in wanted["likeliest"][place]
+            ),
+            default=0.0,
+        )
+
+
+def compare(found: dict, wanted: dict) -> Iterator[Comparison]:
     assert found.keys() == wanted.keys()
-    lines = []
     for name in found:
-        pairs = zip(found[name], wanted[name], strict=True)
-        for number, (ours, theirs) in enumerate(pairs):
-            place = first_difference(ours["ids"], theirs["ids"])
-            if place is None:
-                continue
-            likeliest = theirs["likeliest"][place]
-            ours_there = likeliest.get(str(ours["ids"][place]), float("-inf"))
-            if max(likeliest.values()) - ours_there > NEAR_TIE:
-                lines.append(f"{name}, request {number}, token {place}: {likeliest}")
-    return lines
+        for ours, theirs in zip(found[name], wanted[name], strict=True):
+            yield Comparison(ours, theirs)
 
 
-def first_difference(left: list, right: list) -> int | None:
-    pairs = enumerate(zip(left, right, strict=True))
-    return next((place for place, (a, b) in pairs if a != b), None)
+def distinct(report: dict) -> set[int]:
+    texts = [text for texts in report["tokens"].values() for text in texts]
+    return {token for text in texts for token in text["ids"]}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_text_parts_from_stock_vllm_at_near_ties_only(reports, case):
-    stock = report_of(reports, case, False, None)
-    patched = report_of(reports, case, True, None)
-    assert set(stock["layers"]) & {OURS, STOCK} == {STOCK}
-    assert set(patched["layers"]) & {OURS, STOCK} == {OURS}
-    assert patched["layers"][OURS] == stock["layers"][STOCK]
-    texts = [text for texts in patched["tokens"].values() for text in texts]
-    distinct = {token for text in texts for token in text["ids"]}
-    assert len(distinct) >= 50, "a model that repeats itself proves nothing"
-    assert not partings(patched["tokens"], stock["tokens"])
+def ids(texts: list[dict]) -> list[list[int]]:
+    return [text["ids"] for text in texts]
 
 
-@pytest.mark.skipif("sleep" not in CASES, reason="the case is left out")
-def test_text_is_the_same_after_sleep(reports):
-    tokens = report_of(reports, "sleep", True, None)["tokens"]
-    pairs = zip(tokens["awake"], tokens["batch 6"], strict=True)
-    assert all(after["ids"] == before["ids"] for after, before in pairs)
+@pytest.fixture(scope="module")
+def noise(reports) -> float:
+    """How far stock vLLM's log probabilities move with the batch alone.
+
+    The same requests decoded by themselves and in a batch of 32: other kernels and
+    another order of sums, and the bound for everything that differs in last bits.
+    """
+    if "graphs" not in CASES:
+        pytest.skip("the case 'graphs' is left out")
+    tokens = report_of(reports, "graphs", False, None)["tokens"]
+    together = next(name for name in tokens if name.startswith("batch 3"))
+    pairs = zip(tokens["alone"], tokens[together][:4], strict=True)
+    return max(Comparison(alone, other).difference for alone, other in pairs)
 
 
-WANTED_KINDS = {
-    "graphs": {"SINGLE_TOKEN", "OTHER"},
-    "chunked": {"SINGLE_TOKEN", "OTHER", "prefill with decode"},
-    "drafts1": {"PACKED", "OTHER"},
-    "drafts3": {"PACKED", "OTHER"},
-    "drafts5": {"PACKED", "OTHER"},
-}
+# --- it is taken ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c in WANTED_KINDS])
-def test_each_batch_kind_occurred(reports, case):
-    kinds = report_of(reports, case, True, None)["kinds"]
-    assert WANTED_KINDS[case] <= set(kinds), kinds
+@pytest.mark.parametrize("case", [c for c in CASES if c != "lora"])
+def test_every_kda_layer_is_replaced(reports, case):
+    stock = report_of(reports, case, False, None)["layers"]
+    patched = report_of(reports, case, True, None)["layers"]
+    assert set(stock) & {OURS, STOCK} == {STOCK}
+    assert set(patched) & {OURS, STOCK} == {OURS}
+    assert patched[OURS] == stock[STOCK]
 
 
 @pytest.mark.skipif("graphs" not in CASES, reason="the case is left out")
@@ -162,9 +279,107 @@ def test_it_is_taken_and_says_so(reports):
 
 
 @pytest.mark.skipif("graphs" not in CASES, reason="the case is left out")
+def test_memory_is_stock_vllms_within_a_percent(reports):
+    [stock] = report_of(reports, "graphs", False, None)["memory"]
+    [patched] = report_of(reports, "graphs", True, None)["memory"]
+    assert patched <= 1.01 * stock
+
+
+# --- same text --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [(c, b) for c in CASES if c != "lora" for b in BACKENDS.get(c, (None,))],
+)
+def test_text_parts_from_stock_vllm_at_near_ties_only(reports, noise, case, backend):
+    stock = report_of(reports, case, False, None)
+    patched = report_of(reports, case, True, backend)
+    assert len(distinct(patched)) >= 50, "a model that repeats itself proves nothing"
+    for compared in compare(patched["tokens"], stock["tokens"]):
+        assert compared.difference <= 2 * noise
+        assert compared.gap <= 2 * noise
+
+
+SAME_ORDER = [c for c in CASES if c not in ("lora", "dim_first")]
+
+
+@pytest.mark.parametrize("case", SAME_ORDER)
+def test_one_launch_gives_stock_vllms_text(reports, case):
+    """With 16, 32 or 64 heads and Triton 3.8 all its sums have vLLM's order."""
+    if HEADS % 16 or Version(triton.__version__) < Version("3.8"):
+        pytest.skip(f"{HEADS} heads, Triton {triton.__version__}: sums differ")
+    stock = report_of(reports, case, False, None)["tokens"]
+    for name, texts in report_of(reports, case, True, None)["tokens"].items():
+        assert ids(texts) == ids(stock[name]), name
+
+
+@pytest.mark.skipif("graphs" not in CASES, reason="the case is left out")
 def test_triton_is_stock(reports):
     stock = report_of(reports, "graphs", False, None)
     switched_off = report_of(reports, "graphs", True, "triton")
     for name, texts in stock["tokens"].items():
-        for found, wanted in zip(switched_off["tokens"][name], texts, strict=True):
-            assert found["ids"] == wanted["ids"]
+        assert ids(switched_off["tokens"][name]) == ids(texts)
+
+
+# --- what the cases are there for -------------------------------------------------
+
+WANTED_KINDS = {
+    "graphs": {"SINGLE_TOKEN", "OTHER"},
+    "chunked": {"SINGLE_TOKEN", "OTHER", "prefill with decode"},
+    "drafts1": {"PACKED", "OTHER", "1 drafted"},
+    "drafts3": {"PACKED", "OTHER", "3 drafted", "prefill with verify"},
+    "drafts5": {"PACKED", "OTHER", "5 drafted"},
+    "mtp1": {"PACKED", "OTHER", "1 drafted"},
+    "mtp3": {"PACKED", "OTHER", "3 drafted", "prefill with verify"},
+    "runner_v1_drafts3": {"SINGLE_TOKEN", "PACKED", "OTHER", "prefill with verify"},
+}
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c in WANTED_KINDS])
+def test_each_batch_kind_occurred(reports, case):
+    kinds = report_of(reports, case, True, None)["kinds"]
+    assert WANTED_KINDS[case] <= set(kinds), kinds
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if "drafts" in c or "mtp" in c])
+def test_drafts_were_accepted_and_rejected(reports, case):
+    counters = report_of(reports, case, True, None)["counters"]
+    drafted = counters["vllm:spec_decode_num_draft_tokens"]
+    assert 0 < counters["vllm:spec_decode_num_accepted_tokens"] < drafted
+
+
+@pytest.mark.skipif("prefix" not in CASES, reason="the case is left out")
+def test_c14_a_prefix_was_found_in_the_cache(reports):
+    for patched in (True, False):
+        tokens = report_of(reports, "prefix", patched, None)["tokens"]
+        cached = [text["cached"] for text in tokens["hits"]]
+        assert all(cached[:4]), cached
+
+
+@pytest.mark.skipif("preempt" not in CASES, reason="the case is left out")
+def test_requests_were_preempted(reports):
+    for patched in (True, False):
+        counters = report_of(reports, "preempt", patched, None)["counters"]
+        assert counters["vllm:num_preemptions"] > 0
+
+
+@pytest.mark.skipif("sleep" not in CASES, reason="the case is left out")
+@pytest.mark.parametrize("level", (1, 2))
+def test_text_is_the_same_after_sleep(reports, level):
+    tokens = report_of(reports, "sleep", True, None)["tokens"]
+    assert ids(tokens[f"after level {level}"]) == ids(tokens["before"])
+
+
+@pytest.mark.skipif("reload" not in CASES, reason="the case is left out")
+def test_text_follows_reloaded_weights(reports):
+    tokens = report_of(reports, "reload", True, None)["tokens"]
+    assert ids(tokens["weights 2"]) != ids(tokens["weights 1"])
+    assert ids(tokens["weights 1 again"]) == ids(tokens["weights 1"])
+
+
+@pytest.mark.skipif("lora" not in CASES, reason="the case is left out")
+def test_lora_is_refused_as_stock_vllm_refuses_it(reports):
+    stock = report_of(reports, "lora", False, None)
+    assert "LoRA" in stock["refused"]
+    assert report_of(reports, "lora", True, None)["refused"] == stock["refused"]
