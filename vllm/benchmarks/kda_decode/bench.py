@@ -12,24 +12,42 @@ place.
 What was tried for the one-launch kernel, on one H200 (132 multiprocessors, torch
 2.11, triton 3.6); a number is time over the time of the variant that was kept, at
 that size. Up to about 132 rows x heads the floor is launch and dependent loads
-(index, then state and window); beyond, bytes: at 64 heads a step takes 4.5 us + 2.17
-us a row, and that slope is 95% of the copy bandwidth.
+(index, then state and window); beyond, bytes: at 64 heads a step takes 5 us + 2.16 us
+a row, and that slope is 96% of a copy's.
 
 Kept: a quarter head per program with a last arriver for norm and window, up to 33
 rows x heads (a whole head: 1.17); a whole head with its state prefetched to L2 before
 the programmatic-launch wait, up to 132 (without the prefetch: 1.14); a whole head, up
-to 264 (in chunks: 1.07); a whole head in four chunks, the next one loading, beyond
-(whole: 1.09). Every warp holds q, k and the decay, which also makes the bits vLLM's.
-Convolution weight with the rows of a tap adjacent (taps adjacent: 1.49 at 8 heads,
-batch 1).
+to 264 (in chunks: 1.06); a whole head in four chunks, the next one loading, beyond
+(whole: 1.11 at 288, 1.04 at 384, 1.08 at 512, 1.09 at 4,096). Every warp holds q, k
+and the decay, which also makes the bits vLLM's. Convolution weight with the rows of a
+tap adjacent (taps adjacent: 1.49 at 8 heads, batch 1).
 
-Lost: 8 or 16 warps, 1.07 to 1.27; 8 tiles per head, 1.06 to 1.13; 2 tiles, 1.12 to
-1.16; a loop with asynchronous copies to shared memory, 1.04 to 1.13 at batch 16 to
-64, 1.01 to 1.03 at 256, 1.3 to 1.9 on small grids; 8 chunks, 1.04 to 1.10; one or two
-warps, 1.02 to 1.16; a register cap of 168, 1.11 to 1.20, of 96, 1.08; a state
-prefetch on large grids, 1.16 to 1.35; clusters (num_ctas) do not compile in triton
-3.6. Reading the index and the state before the wait is unsafe and no faster than
-prefetching them. Not tried: a persistent grid, tensor descriptors.
+What the hardware counters say (Nsight Compute, 64 heads, batch 16, 64, 256): 64%, 78%
+and 83% of peak DRAM throughput in 1.9, 7.8 and 31 waves, where scaling the states of
+batch 64 in place has 84%. Issue slots are 25% busy, 24% of the warps fit (127
+registers), and warps wait for global loads (8.6 of 14 stall cycles an instruction)
+and at barriers (2.4). So the rate is memory's once many waves run, and what is left at
+batch 16 and 64 is the first loads of a launch and the last wave's end.
+
+Lost at 64 heads, batch 16 / 64 / 256: a persistent grid with the next head's first
+chunk in registers over the boundary, 1.04 / 1.04 / 1.03, on 512 programs 1.06 / 1.04 /
+1.04, with a work counter 1.11 / 1.06 / 1.03; the states through tensor descriptors
+and shared memory (Gluon), two to four buffers, 1.08 to 1.26 / 1.06 to 1.25 / 1.04 to
+1.24; half heads, 1.08 / 1.05 / 1.05, quarter heads, 1.23 / 1.24 / 1.25; 8 chunks with
+two or three ahead, 1.00 to 1.02 / 1.01 to 1.02 / 1.00 to 1.02; the first wave's chunks
+prefetched to L2 before the wait, 1.02 to 1.10 / 1.00 to 1.03 / 1.00 to 1.01; a chunk as
+one run of 16 KB, 1.01 / 1.02 / 1.02; rows of a head adjacent in the grid, 1.01 / 1.02 /
+1.03; cache hints (.cg loads 1.00, .cs stores 1.01, evict-first 1.02 to 1.04); 8 warps,
+1.10. Lost elsewhere: 8 or 16 warps, 1.07 to 1.27; 8 tiles per head, 1.06 to 1.13; 2
+tiles, 1.12 to 1.16; a loop with asynchronous copies to shared memory, 1.01 to 1.13,
+1.3 to 1.9 on small grids; one or two warps, 1.02 to 1.16; a register cap of 168, 1.11
+to 1.20, of 96, 1.08; clusters (num_ctas) do not compile in triton 3.6. Reading the
+index and the state before the wait is unsafe and no faster than prefetching them.
+
+In a graph of 34 real layers, projections and other kernels between them (8 heads,
+triton 3.8), programmatic launch gains nothing: 4.4 us a layer less than vLLM's path
+with it and 4.6 without at batch 1, 4.7 and 6.1 at batch 8.
 """
 
 import json
