@@ -14,6 +14,9 @@ import torch
 
 HAS_GPU = torch.cuda.is_available()
 
+# It imports the double, which only fits b12x 1.5.1; on a GPU another may be installed.
+collect_ignore = ["models/glm5next/test_decode_kda.py"] if HAS_GPU else []
+
 if not HAS_GPU:
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
     from vllm.benchmarks.kda_decode.layer import use_interpreter
