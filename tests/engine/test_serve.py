@@ -11,7 +11,6 @@ names some of the cases, ``KDA_ENGINE_OUT`` a folder for reports, logs and a sum
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,6 +25,8 @@ import torch
 import triton
 from packaging.version import Version
 from serve_case import CASES as ALL_CASES
+
+from vllm.utils.network_utils import get_open_port
 
 pytestmark = pytest.mark.engine
 
@@ -122,10 +123,7 @@ def serve_two_ranks(
     command: list[str], out: Path, log: Path, environment: dict[str, str]
 ) -> None:
     """Run a rank with the case's requests, and one that is idle but for a token."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    environment["VLLM_DP_MASTER_PORT"] = port
+    environment["VLLM_DP_MASTER_PORT"] = str(get_open_port())
     idle = [
         str(out.with_name(f"{out.stem}-dp1.json")) if c == str(out) else c
         for c in command

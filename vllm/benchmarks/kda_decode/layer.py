@@ -219,16 +219,6 @@ def init_single_process(config: Any, device: torch.device) -> None:
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextmanager
 def vllm_own_layer() -> Iterator[None]:
     """Let vLLM build its own KDA layer here, not the replacement."""
     from vllm.model_executor.custom_op import op_registry_oot
@@ -454,9 +444,10 @@ def _conv_layout(layout: str) -> Iterator[None]:
 def _construct(config: Any, device: torch.device, stock: bool, b12x: Any) -> Any:
     from vllm.models.glm5next import decode_kda
     from vllm.models.glm5next.common.kda import Glm5NextLinearAttention
+    from vllm.utils.torch_utils import set_default_torch_dtype
 
     with ExitStack() as stack:
-        stack.enter_context(_default_dtype(torch.bfloat16))
+        stack.enter_context(set_default_torch_dtype(torch.bfloat16))
         stack.enter_context(device)
         if stock:
             stack.enter_context(vllm_own_layer())

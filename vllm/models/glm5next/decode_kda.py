@@ -126,6 +126,12 @@ class Glm5NextDecodeLinearAttention(Glm5NextLinearAttention):
             )
         )
 
+        if self._decode is not None:
+            merged = self._merged_conv_weight.t()
+            by_tap = torch.empty(merged.shape, dtype=merged.dtype, device=self._device)
+            self.conv_weight_by_tap = DecodeConstants({"weight": by_tap})
+            keep_in_step(self._convs, by_tap)
+
     def _take(self, resolution: Resolution) -> None:
         """Build the backend that a resolution names, and say so."""
         self.decode_resolution = resolution
@@ -137,14 +143,7 @@ class Glm5NextDecodeLinearAttention(Glm5NextLinearAttention):
             capture_sizes=self._capture_sizes,
         )
         if self._decode is not None:
-            merged = self._merged_conv_weight
-            by_tap = torch.empty(
-                merged.t().shape, dtype=merged.dtype, device=self._device
-            )
-            self.decode_constants = DecodeConstants(
-                {**self._decode.constants, "conv_weight_by_tap": by_tap}
-            )
-            keep_in_step(self._convs, by_tap)
+            self.decode_constants = DecodeConstants(self._decode.constants)
         _log_resolution(resolution, self._b12x)
 
     def _layer_geometry(self, vllm_config: VllmConfig) -> LayerGeometry:
@@ -200,7 +199,7 @@ class Glm5NextDecodeLinearAttention(Glm5NextLinearAttention):
     def _bind_decode(self) -> None:
         self._conv_versions = None
         self._follow_conv_weight()
-        conv_weight = self.decode_constants.conv_weight_by_tap.t()
+        conv_weight = self.conv_weight_by_tap.weight.t()
         self._decode.bind(self._layer_state(conv_weight), sum(self._projection_widths))
 
     def _follow_conv_weight(self) -> None:
@@ -211,8 +210,7 @@ class Glm5NextDecodeLinearAttention(Glm5NextLinearAttention):
         found = versions(self._convs)
         if found != self._conv_versions:
             self._conv_versions = found
-            by_tap = self.decode_constants.conv_weight_by_tap
-            by_tap.copy_(self._merged_conv_weight.t())
+            self.conv_weight_by_tap.weight.copy_(self._merged_conv_weight.t())
 
     def _leave_moved_weights_to_vllm(self) -> None:
         """Run vLLM's own path where the convolution weights are not this layer's.

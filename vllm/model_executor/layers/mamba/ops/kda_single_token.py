@@ -594,7 +594,6 @@ def _kda_single_token_kernel(
         _shift_window(q_ptrs, conv_stride_tap, q_window, qx)
         _shift_window(k_ptrs, conv_stride_tap, k_window, kx)
         _shift_window(v_ptrs, conv_stride_tap, v_window, vx)
-
     else:
         o = tl.reshape(o, [D]).to(tl.float32)
         square_sum = _sum_like_norm(o * o)
