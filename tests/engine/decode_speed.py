@@ -1,59 +1,151 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Milliseconds per decode step of vLLM's own engine, by batch size.
+"""Milliseconds per decode step of vLLM's own engine, by decode route and batch size.
 
-``python decode_speed.py MODEL`` with the plugin switched by ``VLLM_PLUGINS`` as a user
-would, on a folder of ``make_model.py``. A step's time is the difference of two runs of
-different length, so prefill and set-up cancel.
+``python decode_speed.py MODEL`` on a folder of ``make_model.py``. One engine serves all
+routes, since two engines differ by more than the routes do: each route has FULL CUDA
+graphs of its own over the same weights and caches, and the routes take turns. With
+``VLLM_PLUGINS=""`` it times stock vLLM, in an engine of its own.
+
+A step lasts from one graph launch to the next, on the GPU's clock.
 """
 
 import argparse
+import fcntl
 import json
 import os
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from serve_case import ENVIRONMENT
 
-SHORT = 16
+BASE = "vLLM"
 
 
-def make_engine(options: argparse.Namespace) -> Any:
+@contextmanager
+def turn(file: Path | None, operation: int) -> Iterator[None]:
+    """Hold a lock on ``file``: shared while starting, exclusive while timing.
+
+    So several of these scripts start side by side and still time one after another,
+    none before all have started.
+    """
+    if file is None:
+        yield
+        return
+    with file.open("a") as lock:
+        fcntl.flock(lock, operation)
+        yield
+
+
+def make_engine(model: str, batches: list[int]) -> Any:
     from vllm import LLM
 
-    more = {}
-    if options.kda_backend:
-        more["additional_config"] = {"kda_decode_backend": options.kda_backend}
     return LLM(
-        model=options.model,
+        model=model,
         load_format="dummy",
         dtype="bfloat16",
         skip_tokenizer_init=True,
         max_model_len=2048,
-        max_num_seqs=max(options.batches),
+        max_num_seqs=max(batches),
         max_num_batched_tokens=2048,
-        cudagraph_capture_sizes=sorted(options.batches),
-        gpu_memory_utilization=float(os.environ.get("GMU", "0.6")),
+        cudagraph_capture_sizes=sorted(batches),
+        # Not a share of the GPU, so that several of these fit on one.
+        kv_cache_memory_bytes=8 << 30,
+        gpu_memory_utilization=0.2,
         enable_prefix_caching=False,
         seed=0,
         kernel_config={"enable_jit_warmup": False},
-        **more,
+        additional_config={"kda_decode_backend": "one_launch"},
     )
 
 
-def hide_single_token() -> None:
-    """Make the layer see a B12X that has ``run_kda`` alone."""
-    from vllm.models.glm5next import decode_kda
+class Routes:
+    """The decode routes of one engine, each with its backends and its graphs."""
 
-    features = replace(decode_kda.installed_b12x(), single_token=False)
-    decode_kda.installed_b12x = lambda: features
+    def __init__(self, engine: Any) -> None:
+        core = engine.llm_engine.engine_core.engine_core
+        self._runner = core.model_executor.driver_worker.worker.model_runner
+        self.manager = self._runner.cudagraph_manager
+        self._layers = [
+            module
+            for module in self._runner.model.modules()
+            if hasattr(module, "decode_resolution")
+        ]
+        # Kept too: were they freed, their memory pool would go with them.
+        self._from_start = self.manager.graphs
+        self._kept: dict[str, tuple[list[dict[str, Any]], dict]] = {}
+        if not self._layers:
+            self._kept[BASE] = ([], self._from_start)
+            return
+        for name, backend, features in self._found(self._layers[0]._b12x):
+            self._add(name, backend, features)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._kept)
+
+    @staticmethod
+    def _found(features: Any) -> Iterator[tuple[str, str, Any]]:
+        """Name, backend and what B12X is to offer, of each route that runs here."""
+        yield BASE, "triton", features
+        if features.missing is None:
+            live = features.preparation is not None
+            packed = replace(features, single_token=False)
+            yield f"B12X {'live' if live else 'staged'}", "b12x", packed
+        if features.single_token:
+            yield "B12X single-token", "b12x", features
+        yield "one launch", "one_launch", features
+
+    def _add(self, name: str, backend: str, features: Any) -> None:
+        """Give every layer a backend, and capture it."""
+        import torch
+
+        from vllm.model_executor.layers.mamba.gdn.kda_decode.backend import (
+            resolve_kda_decode_backend,
+        )
+
+        with torch.inference_mode():
+            for layer in self._layers:
+                layer._b12x = features
+                layer._take(
+                    resolve_kda_decode_backend(
+                        backend,
+                        b12x=features,
+                        compute_capability=layer._compute_capability,
+                        geometry=layer._geometry,
+                    )
+                )
+                if layer._decode is not None:
+                    layer._bind_decode()
+        taken = [
+            {"_decode": layer._decode, "decode_resolution": layer.decode_resolution}
+            for layer in self._layers
+        ]
+        self.manager.graphs = {}
+        self.manager._capture_descs = {
+            mode: sizes
+            for mode, sizes in self.manager._capture_descs.items()
+            if mode.name == "FULL"
+        }
+        self._runner.capture_model()
+        self._kept[name] = (taken, self.manager.graphs)
+
+    def use(self, name: str) -> None:
+        """Decode by this route from now on."""
+        taken, self.manager.graphs = self._kept[name]
+        for layer, attributes in zip(self._layers, taken, strict=True):
+            for attribute, value in attributes.items():
+                setattr(layer, attribute, value)
 
 
-def seconds(engine: Any, batch: int, tokens: int) -> float:
-    """Time one greedy run of ``batch`` requests."""
+def generate(engine: Any, batch: int, tokens: int) -> None:
+    """Decode ``batch`` requests greedily."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(
@@ -63,21 +155,29 @@ def seconds(engine: Any, batch: int, tokens: int) -> float:
         {"prompt_token_ids": [10 + (batch * 31 + r * 17 + i) % 9000 for i in range(64)]}
         for r in range(batch)
     ]
-    start = time.perf_counter()
     engine.generate(requests, sampling, use_tqdm=False)
-    return time.perf_counter() - start
 
 
-def milliseconds_per_step(
-    engine: Any, batch: int, steps: int, repetitions: int
-) -> list[float]:
-    """One reading per repetition, in order of size."""
-    seconds(engine, batch, SHORT)
-    readings = []
-    for _ in range(repetitions):
-        short = seconds(engine, batch, SHORT)
-        readings.append((seconds(engine, batch, SHORT + steps) - short) / steps * 1e3)
-    return sorted(readings)
+def milliseconds_per_step(engine: Any, manager: Any, batch: int, steps: int) -> float:
+    """Median time of the steps of one run."""
+    import torch
+
+    launches = []
+    launch = manager.run_fullgraph
+
+    def timed(description: Any) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        launches.append(event)
+        return launch(description)
+
+    manager.run_fullgraph = timed
+    try:
+        generate(engine, batch, steps)
+    finally:
+        manager.run_fullgraph = launch
+    torch.accelerator.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in pairwise(launches))
 
 
 def print_kernels(engine: Any, batch: int, steps: int, count: int = 15) -> None:
@@ -85,12 +185,12 @@ def print_kernels(engine: Any, batch: int, steps: int, count: int = 15) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        seconds(engine, batch, steps)
+        generate(engine, batch, steps)
     events = sorted(
         profiler.key_averages(), key=lambda e: e.self_device_time_total, reverse=True
     )
     total = sum(event.self_device_time_total for event in events)
-    print(f"batch {batch}: {total / steps:.0f} us of GPU time a step, prefill included")
+    print(f"  {total / steps:.0f} us of kernels a step, prefill included")
     for event in events[:count]:
         print(
             f"  {event.self_device_time_total / steps:8.1f} us in "
@@ -98,40 +198,57 @@ def print_kernels(engine: Any, batch: int, steps: int, count: int = 15) -> None:
         )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("--kda-backend")
-    parser.add_argument(
-        "--hide-single-token",
-        action="store_true",
-        help="time a B12X with run_kda_single_token as if it had run_kda alone",
-    )
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128])
-    parser.add_argument("--steps", type=int, default=128)
-    parser.add_argument("--repetitions", type=int, default=7)
-    parser.add_argument("--profile", action="store_true", help="list the kernels too")
-    parser.add_argument("--output-json", type=Path)
-    options = parser.parse_args()
-    os.environ |= ENVIRONMENT
-    if options.hide_single_token:
-        hide_single_token()
-    start = time.perf_counter()
-    engine = make_engine(options)
-    found: dict[str, Any] = {"seconds to start": time.perf_counter() - start}
-    print(f"started in {found['seconds to start']:.1f} s", flush=True)
-    for batch in options.batches:
-        readings = milliseconds_per_step(
-            engine, batch, options.steps, options.repetitions
-        )
-        found[str(batch)] = readings
+def time_routes(
+    engine: Any, routes: Routes, batch: int, options: argparse.Namespace
+) -> dict[str, list[float]]:
+    """Readings in milliseconds by route, the routes taking turns."""
+    readings: dict[str, list[float]] = {name: [] for name in routes.names}
+    for repetition in range(options.repetitions + 1):
+        for name, found in readings.items():
+            routes.use(name)
+            taken = milliseconds_per_step(
+                engine, routes.manager, batch, options.steps if repetition else 4
+            )
+            if repetition:
+                found.append(taken)
+    for name, found in readings.items():
+        median = statistics.median(found)
+        ratio = median / statistics.median(readings[BASE])
         print(
-            f"batch {batch}: {statistics.median(readings):.3f} ms a step "
-            f"({readings[0]:.3f} to {readings[-1]:.3f})",
+            f"batch {batch:3d} {name:18s} {median:7.3f} ms a step "
+            f"({min(found):.3f} to {max(found):.3f}), {ratio:.3f} of {BASE}",
             flush=True,
         )
         if options.profile:
+            routes.use(name)
             print_kernels(engine, batch, options.steps)
+    return readings
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128])
+    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--profile", action="store_true", help="list the kernels too")
+    parser.add_argument(
+        "--turns",
+        type=Path,
+        help="a file that all such scripts on this GPU name, so that they take turns",
+    )
+    parser.add_argument("--output-json", type=Path)
+    options = parser.parse_args()
+    os.environ |= ENVIRONMENT
+    with turn(options.turns, fcntl.LOCK_SH):
+        start = time.perf_counter()
+        engine = make_engine(options.model, options.batches)
+        found: dict[str, Any] = {"seconds to start": time.perf_counter() - start}
+        print(f"started in {found['seconds to start']:.1f} s", flush=True)
+        routes = Routes(engine)
+    for batch in options.batches:
+        with turn(options.turns, fcntl.LOCK_EX):
+            found[str(batch)] = time_routes(engine, routes, batch, options)
     if options.output_json:
         options.output_json.write_text(json.dumps(found))
     os._exit(0)
