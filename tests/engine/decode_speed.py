@@ -7,7 +7,9 @@ routes, since two engines differ by more than the routes do: each route has FULL
 graphs of its own over the same weights and caches, and the routes take turns. With
 ``VLLM_PLUGINS=""`` it times stock vLLM, in an engine of its own.
 
-A step lasts from one graph launch to the next, on the GPU's clock.
+Weights are those of ``serve_case.py``. Each request is held to a token of its own, so
+that the routes decode the same text: another one would take other experts. A step lasts
+from one graph launch to the next, on the GPU's clock.
 """
 
 import argparse
@@ -23,7 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from serve_case import ENVIRONMENT
+from serve_case import ENVIRONMENT, seed_in_worker
 
 BASE = "vLLM"
 
@@ -145,16 +147,22 @@ class Routes:
 
 
 def generate(engine: Any, batch: int, tokens: int) -> None:
-    """Decode ``batch`` requests greedily."""
+    """Decode ``batch`` requests, each one token again and again."""
     from vllm import SamplingParams
 
-    sampling = SamplingParams(
-        temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False
-    )
-    requests = [
-        {"prompt_token_ids": [10 + (batch * 31 + r * 17 + i) % 9000 for i in range(64)]}
-        for r in range(batch)
-    ]
+    requests, sampling = [], []
+    for request in range(batch):
+        prompt = [10 + (batch * 31 + request * 17 + i) % 9000 for i in range(64)]
+        requests.append({"prompt_token_ids": prompt})
+        sampling.append(
+            SamplingParams(
+                temperature=0,
+                max_tokens=tokens,
+                ignore_eos=True,
+                detokenize=False,
+                allowed_token_ids=prompt[-1:],
+            )
+        )
     engine.generate(requests, sampling, use_tqdm=False)
 
 
@@ -245,6 +253,7 @@ def main() -> None:
         engine = make_engine(options.model, options.batches)
         found: dict[str, Any] = {"seconds to start": time.perf_counter() - start}
         print(f"started in {found['seconds to start']:.1f} s", flush=True)
+        engine.apply_model(seed_in_worker(1))
         routes = Routes(engine)
     for batch in options.batches:
         with turn(options.turns, fcntl.LOCK_EX):

@@ -7,6 +7,7 @@ as a user would. ``test_serve.py`` runs the cases and compares their reports.
 """
 
 import argparse
+import inspect
 import json
 import os
 import sys
@@ -82,7 +83,9 @@ CASES: dict[str, Case] = {
     ),
     "drafts1": Case(drafting(1, **_NGRAM, **_KEPT_BY_LOT), repeating=True),
     "drafts3": Case(
-        drafting(3, **_NGRAM, **_KEPT_BY_LOT) | _SHORT_STEPS, repeating=True
+        drafting(3, **_NGRAM, **_KEPT_BY_LOT) | _SHORT_STEPS,
+        environment={"VLLM_GPU_SYNC_CHECK": "warn"},
+        repeating=True,
     ),
     "drafts5": Case(drafting(5, **_NGRAM, **_KEPT_BY_LOT), repeating=True),
     "mtp1": Case(drafting(1, method="mtp", **_KEPT_BY_LOT)),
@@ -269,6 +272,7 @@ def decode(engine: Any, batch: list[dict], tokens: int) -> list[dict]:
                 for place in output.outputs[0].logprobs
             ],
             "cached": output.num_cached_tokens,
+            "prompt": len(output.prompt_token_ids),
         }
         for output in outputs
     ]
@@ -345,29 +349,56 @@ def _after_reload(engine: Any, case: Case, batch: list[dict]) -> dict[str, list[
 
 
 class Watch:
-    """Counts the batch kinds that the metadata builder makes in this process."""
+    """What the metadata builder makes in this process.
+
+    Attributes:
+        kinds: How often each kind of step was seen.
+        least_accepted: The smallest accepted count, on the device, or None.
+    """
 
     def __init__(self) -> None:
-        from vllm.model_executor.layers.mamba.gdn.kda_decode.routes import batch_kind
         from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 
         self.kinds: Counter[str] = Counter()
+        self.least_accepted: torch.Tensor | None = None
         build = GDNAttentionMetadataBuilder.build
 
-        def counted(builder: Any, *args: Any, **kwargs: Any) -> Any:
-            metadata = build(builder, *args, **kwargs)
-            self.kinds[batch_kind(metadata).name] += 1
-            if metadata.num_prefills and metadata.num_decodes:
-                self.kinds["prefill with decode"] += 1
-            if metadata.num_spec_decodes and metadata.num_prefills:
-                self.kinds["prefill with verify"] += 1
-            drafts = kwargs.get("num_decode_draft_tokens_cpu")
-            if metadata.num_spec_decodes and drafts is not None:
-                for count in drafts[drafts >= 0].tolist():
-                    self.kinds[f"{count} drafted"] += 1
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            metadata = build(*args, **kwargs)
+            self._count(metadata)
+            if metadata.num_spec_decodes:
+                asked = inspect.signature(build).bind(*args, **kwargs).arguments
+                self._look_at_drafts(
+                    asked["num_decode_draft_tokens_cpu"], metadata.num_accepted_tokens
+                )
             return metadata
 
-        GDNAttentionMetadataBuilder.build = counted
+        GDNAttentionMetadataBuilder.build = watched
+
+    def start(self) -> None:
+        """Forget what was seen so far."""
+        self.kinds.clear()
+        self.least_accepted = None
+
+    def _count(self, metadata: Any) -> None:
+        from vllm.model_executor.layers.mamba.gdn.kda_decode.routes import batch_kind
+
+        self.kinds[batch_kind(metadata).name] += 1
+        if metadata.num_prefills and metadata.num_decodes:
+            self.kinds["prefill with decode"] += 1
+        if metadata.num_spec_decodes and metadata.num_prefills:
+            self.kinds["prefill with verify"] += 1
+
+    def _look_at_drafts(self, drafted: torch.Tensor, accepted: torch.Tensor) -> None:
+        verified = drafted >= 0
+        if bool((verified[1:] & ~verified[:-1]).any()):
+            self.kinds["verify behind another row"] += 1
+        for count in drafted[verified].tolist():
+            self.kinds[f"{count} drafted"] += 1
+        least = accepted.min()
+        if self.least_accepted is not None:
+            least = torch.minimum(least, self.least_accepted)
+        self.least_accepted = least
 
 
 def make_engine(model: str, case: Case, kda_backend: str | None) -> Any:
@@ -419,7 +450,11 @@ def describe(engine: Any, watch: Watch, found: dict[str, list[dict]]) -> dict:
     return {
         "tokens": found,
         "kinds": watch.kinds,
+        "least accepted": None
+        if watch.least_accepted is None
+        else int(watch.least_accepted),
         "layers": layers,
+        "captured sizes": config.cudagraph_capture_sizes,
         "cudagraph mode": str(config.cudagraph_mode),
         "counters": {
             metric.name: metric.value
@@ -437,7 +472,7 @@ def serve(options: argparse.Namespace) -> dict[str, Any]:
     reserved = engine.apply_model(memory)
     vocabulary = engine.llm_engine.model_config.get_vocab_size()
     engine.apply_model(seed_in_worker(1))
-    watch.kinds.clear()
+    watch.start()
     if os.environ.get("VLLM_DP_RANK", "0") != "0":
         # The idle rank: done after two tokens, and there for the other's steps.
         decode(engine, prompts(case, 1, vocabulary, 0), 2)

@@ -9,6 +9,7 @@ names some of the cases, ``KDA_ENGINE_OUT`` a folder for reports, logs and a sum
 """
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -330,8 +331,15 @@ WANTED_KINDS = {
     "drafts5": {"PACKED", "OTHER", "5 drafted"},
     "mtp1": {"PACKED", "OTHER", "1 drafted"},
     "mtp3": {"PACKED", "OTHER", "3 drafted", "prefill with verify"},
-    "runner_v1_drafts3": {"SINGLE_TOKEN", "PACKED", "OTHER", "prefill with verify"},
+    "runner_v1_drafts3": {
+        "SINGLE_TOKEN",
+        "PACKED",
+        "OTHER",
+        "prefill with verify",
+        "verify behind another row",  # case C12
+    },
 }
+DRAFTING = [c for c in CASES if "drafts" in c or "mtp" in c]
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c in WANTED_KINDS])
@@ -340,7 +348,46 @@ def test_each_batch_kind_occurred(reports, case):
     assert WANTED_KINDS[case] <= set(kinds), kinds
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if "drafts" in c or "mtp" in c])
+@pytest.mark.parametrize("case", DRAFTING)
+def test_c2_accepted_counts_are_at_least_one(reports, case):
+    assert report_of(reports, case, True, None)["least accepted"] >= 1
+
+
+@pytest.mark.skipif("graphs" not in CASES, reason="the case is left out")
+def test_c3_a_prompt_of_one_token_finds_no_state(reports, noise):
+    """Its slot was another request's before; its text must not tell."""
+    stock = report_of(reports, "graphs", False, None)["tokens"]
+    patched = report_of(reports, "graphs", True, None)["tokens"]
+    found = [
+        (text, stock[name][place])
+        for name, texts in patched.items()
+        for place, text in enumerate(texts)
+        if text["prompt"] == 1
+    ]
+    assert len(found) >= 3
+    for ours, theirs in found:
+        assert Comparison(ours, theirs).difference <= 2 * noise
+
+
+@pytest.mark.skipif("graphs" not in CASES, reason="the case is left out")
+def test_c6_padded_rows_reach_no_request(reports):
+    """Five requests decode in a graph of more rows."""
+    report = report_of(reports, "graphs", True, None)
+    [texts] = [t for n, t in report["tokens"].items() if n.endswith(" of 5")]
+    assert 5 not in report["captured sizes"] and max(report["captured sizes"]) > 5
+    likeliest = [place for text in texts for place in text["likeliest"]]
+    assert all(math.isfinite(x) for place in likeliest for x in place.values())
+
+
+@pytest.mark.skipif("drafts3" not in CASES, reason="the case is left out")
+def test_c11_no_step_waits_for_the_device_in_our_modules(reports):
+    """vLLM's own check reports the place of each synchronization."""
+    report = report_of(reports, "drafts3", True, None)
+    waits = [x for x in report["log"].splitlines() if "synchronizing CUDA" in x]
+    assert not [x for x in waits if "kda_decode" in x or "decode_kda" in x]
+
+
+@pytest.mark.parametrize("case", DRAFTING)
 def test_drafts_were_accepted_and_rejected(reports, case):
     counters = report_of(reports, case, True, None)["counters"]
     drafted = counters["vllm:spec_decode_num_draft_tokens"]
