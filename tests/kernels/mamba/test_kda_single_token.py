@@ -8,7 +8,7 @@ convolution, recurrence and gated norm run on clones of the same caches, in
 Triton's interpreter here and as compiled kernels in the tests marked ``gpu``.
 """
 
-from itertools import repeat
+from functools import cache
 
 import pytest
 import torch
@@ -86,6 +86,17 @@ def with_own_caches(case: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return case | clones
 
 
+@cache
+def counters(device: torch.device) -> torch.Tensor:
+    return op.arrival_counters(device)
+
+
+def run_ours(case: dict[str, torch.Tensor], **constants: float) -> None:
+    """The op over the case's caches and output."""
+    arrivals = {"arrivals": counters(case["output"].device)}
+    op.kda_single_token(**arrivals | case, **constants or CONSTANTS)
+
+
 def run_vllm(case: dict[str, torch.Tensor]) -> None:
     """vLLM's three launches over the case's caches and output."""
     x, heads = case["mixed_qkv"], case["raw_g"].shape[1]
@@ -134,7 +145,7 @@ def check_against_both(case: dict[str, torch.Tensor]) -> None:
     """Run the op and compare output and both states with float64 and vLLM."""
     ours, theirs = with_own_caches(case), with_own_caches(case)
     expected, conv, state = op.reference_kda_single_token(**case, **CONSTANTS)
-    op.kda_single_token(**ours, **CONSTANTS)
+    run_ours(ours)
     run_vllm(theirs)
     assert relative_error(ours["output"], expected) < TOLERANCE
     assert relative_error(ours["recurrent_state"], state) < TOLERANCE
@@ -186,9 +197,9 @@ def test_gate_speed_belongs_to_its_head():
     case = make_case(1, 2, seed=3)
     swapped = case | {"A_log": case["A_log"].flip(2).contiguous()}
     plain, other = with_own_caches(case), with_own_caches(swapped)
-    op.kda_single_token(**plain, **CONSTANTS)
+    run_ours(plain)
     check_against_both(swapped)
-    op.kda_single_token(**other, **CONSTANTS)
+    run_ours(other)
     assert not torch.equal(plain["recurrent_state"], other["recurrent_state"])
 
 
@@ -200,7 +211,7 @@ def test_scale_and_bf16_weights_reach_the_numbers():
     # Through the norm the scale shows only beside eps.
     constants = {"lower_bound": -3.0, "eps": 0.5, "scale": 2.0}
     expected, _, state = op.reference_kda_single_token(**case, **constants)
-    op.kda_single_token(**ours, **constants)
+    run_ours(ours, **constants)
     assert relative_error(ours["output"], expected) < TOLERANCE
     assert relative_error(ours["recurrent_state"], state) < TOLERANCE
 
@@ -214,7 +225,7 @@ def test_steps_in_a_row_stay_with_vllm(gate, state_dtype):
     for step in range(6):
         live = make_case(1, 1, seed=step)
         step_inputs = {"mixed_qkv": live["mixed_qkv"], "z": live["z"]}
-        op.kda_single_token(**ours | step_inputs, **CONSTANTS)
+        run_ours(ours | step_inputs)
         run_vllm(theirs | step_inputs)
         assert ours["output"].isfinite().all()
         assert torch.equal(ours["recurrent_state"], theirs["recurrent_state"])
@@ -299,7 +310,7 @@ def test_only_live_slots_change(variant):
     case["recurrent_state"].copy_(fill[:, None, None, None].expand(7, 1, D, D))
     case["conv_state"].copy_(fill[:, None, None].expand(7, 3 * D, 3))
     ours = with_own_caches(case)
-    op.kda_single_token(**ours, **CONSTANTS)
+    run_ours(ours)
     for name in ("recurrent_state", "conv_state"):
         same = (ours[name] == case[name]).flatten(1).all(dim=1)
         assert same.tolist() == [True, True, True, False, True, False, True], name
@@ -322,7 +333,7 @@ def test_indices_of_any_stride_dtype_and_alignment(n, kind):
         indices = table[:n, 0].contiguous()
     case = make_case(n, 1, indices=indices, slots=21)
     ours, plain = with_own_caches(case), with_own_caches(case)
-    op.kda_single_token(**ours, **CONSTANTS)
+    run_ours(ours)
     plain["state_indices"] = indices.int().contiguous()
     run_vllm(plain)
     # Also the slots of columns 1 to 3, which nothing may touch.
@@ -337,8 +348,8 @@ def test_conv_layouts_agree_and_columns_past_the_third_stay(variant):
     before = channels_last["conv_state"].clone()
     assert channels_last["conv_state"].stride(1) == 1
     assert dim_first["conv_state"].stride(2) == 1
-    op.kda_single_token(**channels_last, **CONSTANTS)
-    op.kda_single_token(**dim_first, **CONSTANTS)
+    run_ours(channels_last)
+    run_ours(dim_first)
     for name in ("output", "conv_state", "recurrent_state"):
         assert torch.equal(channels_last[name], dim_first[name]), name
     assert torch.equal(channels_last["conv_state"][:, :, 3:], before[:, :, 3:])
@@ -367,8 +378,8 @@ def test_rows_on_eight_bytes_match_contiguous_rows():
     assert odd["mixed_qkv"].data_ptr() % 16 == 8
     copied = {k: v.clone() for k, v in odd.items()}
     ours, plain = with_own_caches(case | odd), with_own_caches(case | copied)
-    op.kda_single_token(**ours, **CONSTANTS)
-    op.kda_single_token(**plain, **CONSTANTS)
+    run_ours(ours)
+    run_ours(plain)
     assert torch.equal(ours["output"], plain["output"])
     assert torch.equal(ours["recurrent_state"], plain["recurrent_state"])
 
@@ -384,9 +395,9 @@ def test_slot_offsets_past_two_to_the_31():
         far = pages.as_strided(small.shape, (stride, *inner))
         far[3] = small[3]
         ours[name] = far
-    op.kda_single_token(**ours, **CONSTANTS)
+    run_ours(ours)
     plain = with_own_caches(case)
-    op.kda_single_token(**plain, **CONSTANTS)
+    run_ours(plain)
     for name in ("recurrent_state", "conv_state"):
         assert torch.equal(ours[name][3], plain[name][3]), name
 
@@ -398,27 +409,17 @@ def test_slot_offsets_past_two_to_the_31():
 
 def test_no_rows(monkeypatch):
     empty = make_case(0, 2, tail=2)
-    op.kda_single_token(**empty, **CONSTANTS)
+    run_ours(empty)
     assert not empty["output"].any()
     forbid_launch(monkeypatch)
-    op.kda_single_token(**make_case(0, 2), **CONSTANTS)
+    run_ours(make_case(0, 2))
 
 
 def test_arrival_counters_return_to_zero(monkeypatch):
     monkeypatch.setattr(op, "_select_variant", lambda units, num_sms: op._QUARTER)
-    block = torch.zeros(op._ARRIVAL_BLOCK_SIZE, dtype=torch.int32)
-    monkeypatch.setattr(op, "_arrival_blocks", lambda device: repeat(block))
     check_against_both(make_case(2, 1))
-    assert not block.any()
+    assert not counters(torch.device("cpu")).any()
     check_against_both(make_case(2, 1, seed=1))
-
-
-def test_launches_take_different_arrival_counters():
-    blocks = op._arrival_blocks(torch.device("cpu"))
-    first, second = next(blocks), next(blocks)
-    assert first.numel() == second.numel() == op._ARRIVAL_BLOCK_SIZE
-    gap = second.data_ptr() - first.data_ptr()
-    assert gap == first.numel() * first.element_size()
 
 
 @pytest.mark.parametrize("rows", [1023, 1024])
@@ -432,17 +433,17 @@ def test_rows_times_heads_lie_on_the_wide_grid_axis(rows, monkeypatch):
 
     monkeypatch.setattr(op, "_kda_single_token_kernel", Recorder())
     indices = torch.zeros(rows, dtype=torch.int32)
-    op.kda_single_token(**make_case(rows, 64, indices=indices, slots=1), **CONSTANTS)
+    run_ours(make_case(rows, 64, indices=indices, slots=1))
     assert grids == [(rows * 64,)]
 
 
-def test_table_covers_every_variant_and_counter_blocks_hold_their_units():
+def test_table_covers_every_variant_and_counters_suffice():
     chosen = [op._select_variant(units, 132) for units in range(1, 1000)]
     assert list(dict.fromkeys(chosen)) == list(op._VARIANTS)
     for num_sms in (1, 46, 132, 188, 10_000):
         for units in range(1, 2000):
             if op._select_variant(units, num_sms) is op._QUARTER:
-                assert units <= op._ARRIVAL_BLOCK_SIZE
+                assert units <= op._MAX_SHARED_HEADS
 
 
 def test_warmup_touches_no_cache():
@@ -452,6 +453,7 @@ def test_warmup_touches_no_cache():
     op.warmup_kda_single_token(
         **{name: ours[name] for name in (*fixed, "recurrent_state")},
         row_stride=case["mixed_qkv"].stride(0),
+        arrivals=counters(case["output"].device),
         index_dtypes=(torch.int32, torch.int64),
         **CONSTANTS,
     )
@@ -476,6 +478,12 @@ BAD_OPERANDS = {
     "layout": ("conv_state", lambda t: t.mT, ValueError, "conv_state must have shape"),
     "slots": ("conv_state", lambda t: t[1:], ValueError, "conv_state must have shape"),
     "A_log": ("A_log", lambda t: t.repeat(1, 1, 2, 1), ValueError, "A_log"),
+    "arrivals": (
+        "arrivals",
+        lambda t: t[:8],
+        ValueError,
+        r"arrivals must have shape \[64\]",
+    ),
     "short output": ("output", lambda t: t[:1], ValueError, "output must have a row"),
 }
 
@@ -483,11 +491,11 @@ BAD_OPERANDS = {
 @pytest.mark.parametrize("problem", BAD_OPERANDS)
 def test_refuses_before_any_launch(problem, monkeypatch):
     name, spoil, error, message = BAD_OPERANDS[problem]
-    case = make_case(2, 1)
+    case = make_case(2, 1) | {"arrivals": counters(torch.device("cpu"))}
     case[name] = spoil(case[name])
     forbid_launch(monkeypatch)
     with pytest.raises(error, match=message):
-        op.kda_single_token(**case, **CONSTANTS)
+        run_ours(case)
 
 
 SUPPORTED = {
@@ -536,7 +544,7 @@ def test_compiled_variants_match_vllm_bit_for_bit(variant, n, heads, state_dtype
 def test_compiled_dim_first_windows_stay_within_rounding_of_vllm(variant):
     case = make_case(9, 8, dim_first=True, num_spec=2, device="cuda")
     ours, theirs = with_own_caches(case), with_own_caches(case)
-    op.kda_single_token(**ours, **CONSTANTS)
+    run_ours(ours)
     run_vllm(theirs)
     assert torch.equal(ours["conv_state"], theirs["conv_state"])
     difference = ours["recurrent_state"] - theirs["recurrent_state"]
@@ -554,7 +562,7 @@ def test_tiles_of_a_head_do_not_race():
                 run[name].copy_(case[name])
             run["output"].fill_(float("nan"))
         for run in runs:
-            op.kda_single_token(**run, **CONSTANTS)
+            run_ours(run)
         for run in runs[1:]:
             for name in ("output", "conv_state", "recurrent_state"):
                 assert torch.equal(run[name], runs[0][name]), name
@@ -568,6 +576,7 @@ def test_warmed_up_op_never_compiles_and_replays_in_a_graph(monkeypatch):
     op.warmup_kda_single_token(
         **{name: case[name] for name in (*fixed, "recurrent_state")},
         row_stride=case["mixed_qkv"].stride(0),
+        arrivals=counters(case["output"].device),
         **CONSTANTS,
     )
     compiled = []
@@ -580,22 +589,22 @@ def test_warmed_up_op_never_compiles_and_replays_in_a_graph(monkeypatch):
     for n in (1, 2, 3, 16, 33, 34, 66, 67, 599):
         for start in (0, 1):
             rows = {name: case[name][start : start + n] for name in live}
-            op.kda_single_token(**case | rows, **CONSTANTS)
+            run_ours(case | rows)
     table = torch.zeros(600, 4, dtype=torch.int32, device="cuda")
     table[:, 0] = case["state_indices"]
-    op.kda_single_token(**case | {"state_indices": table[:, 0]}, **CONSTANTS)
+    run_ours(case | {"state_indices": table[:, 0]})
     assert not compiled
 
     graph, replayed = torch.cuda.CUDAGraph(), with_own_caches(case)
     with torch.cuda.graph(graph):
-        op.kda_single_token(**replayed, **CONSTANTS)
+        run_ours(replayed)
     expected = with_own_caches(case)
     for seed in (5, 6):
         fresh = make_case(600, heads, device="cuda", seed=seed)
         replayed["mixed_qkv"].copy_(fresh["mixed_qkv"])
         replayed["raw_beta"].copy_(fresh["raw_beta"])
         graph.replay()
-        op.kda_single_token(**expected, **CONSTANTS)
+        run_ours(expected)
         for name in ("output", "conv_state", "recurrent_state"):
             assert torch.equal(replayed[name], expected[name]), name
     assert not compiled
@@ -619,7 +628,7 @@ def test_twenty_thousand_steps_stay_with_vllm(gate, state_dtype):
     inputs = [make_case(1, 1, seed=s, device="cuda") for s in range(64)]
     for step in range(20_000):
         live = {name: inputs[step % 64][name] for name in ("mixed_qkv", "z")}
-        op.kda_single_token(**ours | live, **CONSTANTS)
+        run_ours(ours | live)
         run_vllm(theirs | live)
         if step + 1 in (1, 100, 1_000, 10_000, 20_000):
             assert ours["output"].isfinite().all()

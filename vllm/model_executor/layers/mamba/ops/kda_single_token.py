@@ -13,9 +13,7 @@ specification; ``reference_kda_decode`` extends it to packed requests of
 several tokens (speculative verification).
 """
 
-from collections.abc import Iterator
 from functools import cache
-from itertools import cycle
 from typing import NamedTuple
 
 import torch
@@ -632,15 +630,13 @@ _WHOLE = _Variant(tiles=1, chunks=1, prefetch_state=False)
 _CHUNKED = _Variant(tiles=1, chunks=4, prefetch_state=False)
 _VARIANTS = (_QUARTER, _WHOLE_AHEAD, _WHOLE, _CHUNKED)
 
-# Arrival counters, each 0 between launches. For a caller that brings none there are
-# blocks, taken in turn so that launches on different streams do not meet.
-_ARRIVAL_BLOCKS = 4096
-_ARRIVAL_BLOCK_SIZE = 64
+# Heads whose programs can count their arrivals.
+_MAX_SHARED_HEADS = 64
 
 
 def _select_variant(units: int, num_sms: int) -> _Variant:
     """The variant for ``units`` (rows x heads) on ``num_sms`` multiprocessors."""
-    if units * _QUARTER.tiles <= min(num_sms, _QUARTER.tiles * _ARRIVAL_BLOCK_SIZE):
+    if units * _QUARTER.tiles <= min(num_sms, _QUARTER.tiles * _MAX_SHARED_HEADS):
         return _QUARTER
     if units <= num_sms:
         return _WHOLE_AHEAD
@@ -655,21 +651,16 @@ def _num_sms(device: torch.device) -> int:
 
 
 def arrival_counters(device: torch.device) -> torch.Tensor:
-    """Make counters for a caller whose launches all follow one another.
+    """Make the counters by which programs that share a head find the last of them.
 
     Args:
         device: Where they lie.
 
     Returns:
-        [64] int32 zeros. A launch leaves them zero; nothing else may write them.
+        [64] int32 zeros. A launch leaves them zero; nothing else may write them, and
+        launches that may overlap need counters of their own.
     """
-    return torch.zeros(_ARRIVAL_BLOCK_SIZE, dtype=torch.int32, device=device)
-
-
-@cache
-def _arrival_blocks(device: torch.device) -> Iterator[torch.Tensor]:
-    shape = (_ARRIVAL_BLOCKS, _ARRIVAL_BLOCK_SIZE)
-    return cycle(torch.zeros(shape, dtype=torch.int32, device=device).unbind())
+    return torch.zeros(_MAX_SHARED_HEADS, dtype=torch.int32, device=device)
 
 
 @cache
@@ -697,19 +688,15 @@ def _launch(
     recurrent_state: torch.Tensor,
     state_indices: torch.Tensor,
     output: torch.Tensor,
+    arrivals: torch.Tensor,
     lower_bound: float,
     eps: float,
     scale: float | None,
-    arrivals: torch.Tensor | None,
 ) -> None:
     heads, dim = raw_g.shape[1:]
     # Strides decide alone in practice, so one geometry needs one binary.
     in_align = _alignment(4, mixed_qkv, raw_g)
     out_align = _alignment(8, z, output)
-    if variant.tiles == 1:
-        arrivals = None
-    elif arrivals is None:
-        arrivals = next(_arrival_blocks(output.device))
     _kda_single_token_kernel[(output.shape[0] * heads * variant.tiles,)](
         mixed_qkv,
         conv_state,
@@ -723,7 +710,7 @@ def _launch(
         recurrent_state,
         state_indices,
         output,
-        arrivals,
+        arrivals if variant.tiles > 1 else None,
         mixed_qkv.shape[0],
         heads,
         recurrent_state.shape[0],
@@ -841,6 +828,7 @@ def _check_operands(
     recurrent_state: torch.Tensor,
     state_indices: torch.Tensor,
     output: torch.Tensor,
+    arrivals: torch.Tensor,
 ) -> None:
     """Raise TypeError or ValueError for operands that the kernel cannot address."""
     if raw_g.dim() != 3 or raw_g.shape[2] != HEAD_DIM:
@@ -860,6 +848,7 @@ def _check_operands(
     _check("conv_weight", conv_weight, (channels, CONV_WIDTH), params, device)
     _check("norm_weight", norm_weight, (dim,), params, device, (1,))
     _check("state_indices", state_indices, (n,), _INDEX_DTYPES, device)
+    _check("arrivals", arrivals, (_MAX_SHARED_HEADS,), (torch.int32,), device, (1,))
     state_strides = (dim * dim, dim, 1)
     state_shape = (None, heads, dim, dim)
     _check(
@@ -903,10 +892,10 @@ def kda_single_token(
     state_indices: torch.Tensor,
     output: torch.Tensor,
     *,
+    arrivals: torch.Tensor,
     lower_bound: float,
     eps: float,
     scale: float | None = None,
-    arrivals: torch.Tensor | None = None,
 ) -> None:
     """Advance every row by its one token, in one launch.
 
@@ -946,11 +935,11 @@ def kda_single_token(
             for the device.
         output: [m, H, D] bf16 with m >= n, overlapping no input. Row stride free.
             Rows from n on become zero.
+        arrivals: From ``arrival_counters``, shared only with launches that come
+            before or after this one.
         lower_bound: Log decay of a fully closed gate, negative.
         eps: Added to the mean square in the output norm.
         scale: Factor on q; None means D ** -0.5.
-        arrivals: From ``arrival_counters``, for launches that follow one another;
-            None takes them from a pool that all callers share.
 
     Raises:
         TypeError: For a dtype other than those above.
@@ -970,6 +959,7 @@ def kda_single_token(
         recurrent_state,
         state_indices,
         output,
+        arrivals,
     )
     units = output.shape[0] * raw_g.shape[1]
     if units == 0:
@@ -988,10 +978,10 @@ def kda_single_token(
         recurrent_state,
         state_indices,
         output,
+        arrivals,
         lower_bound,
         eps,
         scale,
-        arrivals,
     )
 
 
@@ -1004,11 +994,11 @@ def warmup_kda_single_token(
     recurrent_state: torch.Tensor,
     *,
     row_stride: int,
+    arrivals: torch.Tensor,
     lower_bound: float,
     eps: float,
     scale: float | None = None,
     index_dtypes: tuple[torch.dtype, ...] = (torch.int32,),
-    arrivals: torch.Tensor | None = None,
 ) -> None:
     """Compile and load every variant that the launch table can pick.
 
@@ -1026,11 +1016,11 @@ def warmup_kda_single_token(
         recurrent_state: Likewise.
         row_stride: Row stride of ``mixed_qkv`` in elements, the width of the
             merged projection.
+        arrivals: Likewise.
         lower_bound: Likewise.
         eps: Likewise.
         scale: Likewise.
         index_dtypes: Dtypes of state indices that will be passed.
-        arrivals: Likewise.
 
     Raises:
         TypeError: As ``kda_single_token`` does.
@@ -1057,7 +1047,8 @@ def warmup_kda_single_token(
             recurrent_state,
             torch.zeros(2, dtype=dtype, device=device),
             torch.empty_like(per_head),
+            arrivals,
         )
         _check_operands(*operands)
         for variant in _VARIANTS:
-            _launch(variant, *operands, lower_bound, eps, scale, arrivals)
+            _launch(variant, *operands, lower_bound, eps, scale)
