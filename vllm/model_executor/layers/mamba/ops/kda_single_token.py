@@ -634,6 +634,24 @@ _VARIANTS = (_QUARTER, _WHOLE_AHEAD, _WHOLE, _CHUNKED)
 _MAX_SHARED_HEADS = 64
 
 
+class _Operands(NamedTuple):
+    """The tensors of one call, in the kernel's order; see ``kda_single_token``."""
+
+    mixed_qkv: torch.Tensor
+    conv_state: torch.Tensor
+    conv_weight: torch.Tensor
+    raw_g: torch.Tensor
+    raw_beta: torch.Tensor
+    z: torch.Tensor
+    A_log: torch.Tensor
+    dt_bias: torch.Tensor
+    norm_weight: torch.Tensor
+    recurrent_state: torch.Tensor
+    state_indices: torch.Tensor
+    output: torch.Tensor
+    arrivals: torch.Tensor
+
+
 def _select_variant(units: int, num_sms: int) -> _Variant:
     """The variant for ``units`` (rows x heads) on ``num_sms`` multiprocessors."""
     if units * _QUARTER.tiles <= min(num_sms, _QUARTER.tiles * _MAX_SHARED_HEADS):
@@ -676,53 +694,32 @@ def _alignment(elements: int, *rows: torch.Tensor) -> int:
 
 def _launch(
     variant: _Variant,
-    mixed_qkv: torch.Tensor,
-    conv_state: torch.Tensor,
-    conv_weight: torch.Tensor,
-    raw_g: torch.Tensor,
-    raw_beta: torch.Tensor,
-    z: torch.Tensor,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    norm_weight: torch.Tensor,
-    recurrent_state: torch.Tensor,
-    state_indices: torch.Tensor,
-    output: torch.Tensor,
-    arrivals: torch.Tensor,
+    operands: _Operands,
     lower_bound: float,
     eps: float,
     scale: float | None,
 ) -> None:
-    heads, dim = raw_g.shape[1:]
+    t = operands
+    heads, dim = t.raw_g.shape[1:]
     # Strides decide alone in practice, so one geometry needs one binary.
-    in_align = _alignment(4, mixed_qkv, raw_g)
-    out_align = _alignment(8, z, output)
-    _kda_single_token_kernel[(output.shape[0] * heads * variant.tiles,)](
-        mixed_qkv,
-        conv_state,
-        conv_weight,
-        raw_g,
-        raw_beta,
-        z,
-        A_log,
-        dt_bias,
-        norm_weight,
-        recurrent_state,
-        state_indices,
-        output,
-        arrivals if variant.tiles > 1 else None,
-        mixed_qkv.shape[0],
+    in_align = _alignment(4, t.mixed_qkv, t.raw_g)
+    out_align = _alignment(8, t.z, t.output)
+    if variant.tiles == 1:
+        t = t._replace(arrivals=None)
+    _kda_single_token_kernel[(t.output.shape[0] * heads * variant.tiles,)](
+        *t,
+        t.mixed_qkv.shape[0],
         heads,
-        recurrent_state.shape[0],
-        mixed_qkv.stride(0) // in_align,
-        raw_g.stride(0) // in_align,
-        z.stride(0) // out_align,
-        output.stride(0) // out_align,
-        raw_beta.stride(0),
-        state_indices.stride(0),
-        *conv_state.stride(),
-        *conv_weight.stride(),
-        recurrent_state.stride(0),
+        t.recurrent_state.shape[0],
+        t.mixed_qkv.stride(0) // in_align,
+        t.raw_g.stride(0) // in_align,
+        t.z.stride(0) // out_align,
+        t.output.stride(0) // out_align,
+        t.raw_beta.stride(0),
+        t.state_indices.stride(0),
+        *t.conv_state.stride(),
+        *t.conv_weight.stride(),
+        t.recurrent_state.stride(0),
         dim**-0.5 if scale is None else scale,
         lower_bound,
         eps,
@@ -815,50 +812,55 @@ def _check(
         )
 
 
-def _check_operands(
-    mixed_qkv: torch.Tensor,
-    conv_state: torch.Tensor,
-    conv_weight: torch.Tensor,
-    raw_g: torch.Tensor,
-    raw_beta: torch.Tensor,
-    z: torch.Tensor,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    norm_weight: torch.Tensor,
-    recurrent_state: torch.Tensor,
-    state_indices: torch.Tensor,
-    output: torch.Tensor,
-    arrivals: torch.Tensor,
-) -> None:
+def _check_operands(operands: _Operands) -> None:
     """Raise TypeError or ValueError for operands that the kernel cannot address."""
+    raw_g = operands.raw_g
     if raw_g.dim() != 3 or raw_g.shape[2] != HEAD_DIM:
         raise ValueError(
             f"kda_single_token: raw_g must have shape [rows, heads, {HEAD_DIM}], got "
             f"{list(raw_g.shape)}; other head dims need vLLM's own kernels"
         )
-    n, heads, dim = raw_g.shape
-    channels, device = 3 * heads * dim, output.device
-    bf16, params = (torch.bfloat16,), _STATE_DTYPES
-    per_head = (dim, 1)
-    _check("mixed_qkv", mixed_qkv, (n, channels), bf16, device, (1,))
-    _check("raw_g", raw_g, (n, heads, dim), bf16, device, per_head)
-    _check("raw_beta", raw_beta, (n, heads), bf16, device, (1,))
-    _check("z", z, (n, heads, dim), bf16, device, per_head)
-    _check("output", output, (None, heads, dim), bf16, device, per_head)
-    _check("conv_weight", conv_weight, (channels, CONV_WIDTH), params, device)
-    _check("norm_weight", norm_weight, (dim,), params, device, (1,))
-    _check("state_indices", state_indices, (n,), _INDEX_DTYPES, device)
-    _check("arrivals", arrivals, (_MAX_SHARED_HEADS,), (torch.int32,), device, (1,))
-    state_strides = (dim * dim, dim, 1)
-    state_shape = (None, heads, dim, dim)
-    _check(
-        "recurrent_state", recurrent_state, state_shape, params, device, state_strides
-    )
-    slots = recurrent_state.shape[0]
-    _check("conv_state", conv_state, (slots, channels, None), bf16, device)
+    _check_step(operands)
+    _check_layer(operands)
+
+
+def _check_step(t: _Operands) -> None:
+    """Check what differs from step to step."""
+    n, heads, dim = t.raw_g.shape
+    device, bf16, per_head = t.output.device, (torch.bfloat16,), (dim, 1)
+    _check("mixed_qkv", t.mixed_qkv, (n, 3 * heads * dim), bf16, device, (1,))
+    _check("raw_g", t.raw_g, (n, heads, dim), bf16, device, per_head)
+    _check("raw_beta", t.raw_beta, (n, heads), bf16, device, (1,))
+    _check("z", t.z, (n, heads, dim), bf16, device, per_head)
+    _check("output", t.output, (None, heads, dim), bf16, device, per_head)
+    _check("state_indices", t.state_indices, (n,), _INDEX_DTYPES, device)
+    if t.output.shape[0] < n:
+        raise ValueError(
+            f"kda_single_token: output must have a row for each of the {n} tokens, got "
+            f"{t.output.shape[0]}"
+        )
+
+
+def _check_layer(t: _Operands) -> None:
+    """Check the states and weights."""
+    heads, dim = t.raw_g.shape[1:]
+    channels, device, params = 3 * heads * dim, t.output.device, _STATE_DTYPES
+    _check("conv_weight", t.conv_weight, (channels, CONV_WIDTH), params, device)
+    _check("norm_weight", t.norm_weight, (dim,), params, device, (1,))
+    _check("arrivals", t.arrivals, (_MAX_SHARED_HEADS,), (torch.int32,), device, (1,))
+    state, conv = t.recurrent_state, t.conv_state
+    inner = (dim * dim, dim, 1)
+    _check("recurrent_state", state, (None, heads, dim, dim), params, device, inner)
+    slots = state.shape[0]
+    _check("conv_state", conv, (slots, channels, None), (torch.bfloat16,), device)
+    if conv.shape[2] < CONV_WIDTH - 1:
+        raise ValueError(
+            f"kda_single_token: conv_state must have {CONV_WIDTH - 1} columns or more, "
+            f"got shape {list(conv.shape)}; pass the dim-first view of the cache"
+        )
     for name, tensor, size in (
-        ("A_log", A_log, heads),
-        ("dt_bias", dt_bias, heads * dim),
+        ("A_log", t.A_log, heads),
+        ("dt_bias", t.dt_bias, heads * dim),
     ):
         _check(name, tensor, tuple(tensor.shape), (torch.float32,), device)
         if tensor.numel() != size or not tensor.is_contiguous():
@@ -866,16 +868,6 @@ def _check_operands(
                 f"kda_single_token: {name} must be contiguous with {size} elements, "
                 f"got shape {list(tensor.shape)}, strides {tensor.stride()}"
             )
-    if conv_state.shape[2] < CONV_WIDTH - 1:
-        raise ValueError(
-            f"kda_single_token: conv_state must have {CONV_WIDTH - 1} columns or more, "
-            f"got shape {list(conv_state.shape)}; pass the dim-first view of the cache"
-        )
-    if output.shape[0] < n:
-        raise ValueError(
-            f"kda_single_token: output must have a row for each of the {n} tokens, got "
-            f"{output.shape[0]}"
-        )
 
 
 def kda_single_token(
@@ -946,7 +938,7 @@ def kda_single_token(
         ValueError: For a shape, stride or device other than those above. Nothing
             has been launched or written then.
     """
-    _check_operands(
+    operands = _Operands(
         mixed_qkv,
         conv_state,
         conv_weight,
@@ -961,28 +953,12 @@ def kda_single_token(
         output,
         arrivals,
     )
+    _check_operands(operands)
     units = output.shape[0] * raw_g.shape[1]
     if units == 0:
         return
-    _launch(
-        _select_variant(units, _num_sms(output.device)),
-        mixed_qkv,
-        conv_state,
-        conv_weight,
-        raw_g,
-        raw_beta,
-        z,
-        A_log,
-        dt_bias,
-        norm_weight,
-        recurrent_state,
-        state_indices,
-        output,
-        arrivals,
-        lower_bound,
-        eps,
-        scale,
-    )
+    variant = _select_variant(units, _num_sms(output.device))
+    _launch(variant, operands, lower_bound, eps, scale)
 
 
 def warmup_kda_single_token(
@@ -1034,7 +1010,7 @@ def warmup_kda_single_token(
     ).as_strided((2, channels), (row_stride, 1))
     per_head = torch.zeros(2, heads, dim, dtype=torch.bfloat16, device=device)
     for dtype in index_dtypes:
-        operands = (
+        operands = _Operands(
             qkv,
             conv_state,
             conv_weight,
@@ -1049,6 +1025,6 @@ def warmup_kda_single_token(
             torch.empty_like(per_head),
             arrivals,
         )
-        _check_operands(*operands)
+        _check_operands(operands)
         for variant in _VARIANTS:
-            _launch(variant, *operands, lower_bound, eps, scale)
+            _launch(variant, operands, lower_bound, eps, scale)
