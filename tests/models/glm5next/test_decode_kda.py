@@ -9,6 +9,7 @@ points are doubled.
 import gc
 import logging
 import weakref
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -600,6 +601,48 @@ def test_c13_each_live_row_among_empty_ones_gets_its_own_state(lens):
     changed = (under_test.recurrent_state != before).flatten(1).any(1)
     live = [slot for (slot,), length in zip(table, lens, strict=True) if length]
     assert changed.nonzero().flatten().tolist() == sorted(live)
+
+
+def test_c12_draft_rows_behind_others_go_to_vllm_in_token_order():
+    """vLLM picks the tokens of either kind from the step's own by these indices."""
+    under_test = layer_with(B12xDouble(single_token=True), num_spec=3)
+    table = [[4 * row + column for column in range(1, 5)] for row in range(4)]
+    batch = Batch(
+        [1, 4, 6, 4],
+        table,
+        computed=[9, 20, 0, 20],
+        drafts=[-1, 3, -1, 3],
+        accepted=[1, 2, 1, 3],
+        prefilling=[False, False, True, False],
+    )
+    metadata = under_test.metadata(batch)
+    assert metadata.spec_token_indx.tolist() == [1, 2, 3, 4, 11, 12, 13, 14]
+    assert metadata.non_spec_token_indx.tolist() == [0, 5, 6, 7, 8, 9, 10]
+    assert metadata.spec_state_indices_tensor.tolist() == [table[1], table[3]]
+    assert metadata.non_spec_state_indices_tensor.tolist() == [1, 9]
+    layer, taken = under_test.layer, {}
+    layer._forward = lambda **tensors: taken.update(tensors)
+    projected, raw_g, z = projections(layer, batch.num_tokens)
+    attend(under_test, projected, raw_g, z, metadata)
+    assert layer.last_call is Call.VLLM
+    assert torch.equal(taken["qkv_proj_states"], projected[:, : 6 * layer.head_dim])
+    assert torch.equal(taken["g1"][0], raw_g)
+    assert taken["core_attn_out"].shape[1] == batch.num_tokens
+
+
+@ON_EACH_BACKEND
+def test_c14_slots_are_those_of_the_steps_own_block(double, backend):
+    """Align mode: a request moves to its next block as it grows past the last."""
+    under_test = layer_with(double, backend=backend)
+    builder = under_test.builder
+    builder.kv_cache_spec = replace(builder.kv_cache_spec, block_size=7_168)
+    under_test.config.cache_config.mamba_cache_mode = "align"
+    for computed, slot in ((14_335, 5), (14_336, 9), (14_337, 9)):
+        batch = Batch([1], [[3, 5, 9]], computed=[computed])
+        before = under_test.recurrent_state.clone()
+        under_test.run(hidden(1), under_test.metadata(batch))
+        changed = (under_test.recurrent_state != before).flatten(1).any(1)
+        assert changed.nonzero().flatten().tolist() == [slot]
 
 
 @pytest.mark.parametrize("rows", (1, 7))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 from unittest import mock
 
@@ -102,6 +103,19 @@ SCENARIOS = (
             computed=[8, 20, 0],
             prefilling=[False, False, True],
         ),
+        has_prefill=True,
+    ),
+    Scenario(
+        "verify behind other rows",
+        Batch(
+            [1, 4, 6, 4],
+            _TABLE,
+            computed=[9, 20, 0, 20],
+            drafts=[-1, 3, -1, 3],
+            accepted=[1, 2, 1, 3],
+            prefilling=[False, False, True, False],
+        ),
+        NUM_SPEC,
         has_prefill=True,
     ),
 )
@@ -418,40 +432,56 @@ def _float64_rows(
     recurrent_state: torch.Tensor,
     **options: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    starts = [0]
-    for length in batch.query_lens:
-        starts.append(starts[-1] + length)
+    """The reference over requests that decode, verify drafts or prefill."""
+    starts = [0, *accumulate(batch.query_lens)]
     slots = torch.tensor(batch.slots)
-    if batch.drafts is not None or max(batch.query_lens) <= 1:
-        accepted = batch.accepted if batch.drafts is not None else None
+    drafts = batch.drafts
+    if max(batch.query_lens) <= 1 if drafts is None else min(drafts) >= 0:
         return reference_kda_decode(
             **arguments,
             conv_state=conv_state,
             recurrent_state=recurrent_state,
-            state_indices=slots if batch.drafts is not None else slots[:, :1],
+            state_indices=slots[:, :1] if drafts is None else slots,
             query_start_loc=torch.tensor(starts),
-            num_accepted_tokens=None if accepted is None else torch.tensor(accepted),
+            num_accepted_tokens=None
+            if drafts is None
+            else torch.tensor(batch.accepted),
             **options,
         )
-    # A prefill is the same recurrence, token by token in one slot.
     output = []
-    for token in range(starts[-1]):
-        row = next(r for r, end in enumerate(starts[1:]) if token < end)
-        per_token = {
-            name: tensor[token : token + 1]
+    for row, first, last, verify in _reference_calls(batch, starts):
+        of_tokens = {
+            name: tensor[first:last]
             for name, tensor in arguments.items()
             if name in ("mixed_qkv", "raw_g", "raw_beta", "z")
         }
+        accepted = torch.tensor(batch.accepted[row : row + 1]) if verify else None
         result, conv_state, recurrent_state = reference_kda_decode(
-            **arguments | per_token,
+            **arguments | of_tokens,
             conv_state=conv_state,
             recurrent_state=recurrent_state,
-            state_indices=slots[row : row + 1, :1],
-            query_start_loc=torch.tensor([0, 1]),
+            state_indices=slots[row : row + 1, : None if verify else 1],
+            query_start_loc=torch.tensor([0, last - first]),
+            num_accepted_tokens=accepted,
             **options,
         )
         output.append(result)
     return torch.cat(output), conv_state, recurrent_state
+
+
+def _reference_calls(
+    batch: Batch, starts: list[int]
+) -> Iterator[tuple[int, int, int, bool]]:
+    """Row, first and last token, and whether drafts are verified, of each call.
+
+    A prefill is the same recurrence, token by token in one slot.
+    """
+    for row, (begin, end) in enumerate(pairwise(starts)):
+        if batch.drafts is not None and batch.drafts[row] >= 0:
+            yield row, begin, end, True
+        else:
+            for token in range(begin, end):
+                yield row, token, token + 1, False
 
 
 def _bound(bounds: dict[str, float], scenario: Scenario, device: torch.device) -> float:
