@@ -21,11 +21,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from serve_case import ENVIRONMENT, seed_in_worker
+from serve_case import ENVIRONMENT, on_models, seed_weights
 
 BASE = "vLLM"
 
@@ -253,7 +254,7 @@ def main() -> None:
         engine = make_engine(options.model, options.batches)
         found: dict[str, Any] = {"seconds to start": time.perf_counter() - start}
         print(f"started in {found['seconds to start']:.1f} s", flush=True)
-        engine.apply_model(seed_in_worker(1))
+        on_models(engine, partial(seed_weights, seed=1))
         routes = Routes(engine)
     for batch in options.batches:
         with turn(options.turns, fcntl.LOCK_EX):

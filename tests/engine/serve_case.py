@@ -10,12 +10,14 @@ import argparse
 import inspect
 import json
 import os
+import signal
 import sys
 import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ _KEPT_BY_LOT = {
 }
 _NGRAM = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 _SHORT_STEPS = {"max_num_batched_tokens": 256, "max_num_seqs": 16}
+_SYNC_CHECK = {"VLLM_GPU_SYNC_CHECK": "warn"}
 
 
 def drafting(tokens: int, **how: Any) -> dict[str, Any]:
@@ -71,7 +74,12 @@ class Case:
 
 CASES: dict[str, Case] = {
     "graphs": Case(batches=(1, 5, 32, 32), tokens=512),
-    "eager": Case({"enforce_eager": True}, batches=(1, 5, 32, 32), tokens=512),
+    "eager": Case(
+        {"enforce_eager": True},
+        environment=_SYNC_CHECK,
+        batches=(1, 5, 32, 32),
+        tokens=512,
+    ),
     "chunked": Case({"max_num_batched_tokens": 64, "max_num_seqs": 16}),
     "prefix": Case(
         {
@@ -84,7 +92,7 @@ CASES: dict[str, Case] = {
     "drafts1": Case(drafting(1, **_NGRAM, **_KEPT_BY_LOT), repeating=True),
     "drafts3": Case(
         drafting(3, **_NGRAM, **_KEPT_BY_LOT) | _SHORT_STEPS,
-        environment={"VLLM_GPU_SYNC_CHECK": "warn"},
+        environment=_SYNC_CHECK,
         repeating=True,
     ),
     "drafts5": Case(drafting(5, **_NGRAM, **_KEPT_BY_LOT), repeating=True),
@@ -97,24 +105,24 @@ CASES: dict[str, Case] = {
         first_length=1400,
         tokens=200,
     ),
-    "sleep": Case({"enable_sleep_mode": True}, batches=(6,)),
     "reload": Case(batches=(6,)),
     "dim_first": Case(environment={"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}),
     "bf16_state": Case({"mamba_ssm_cache_dtype": "bfloat16"}),
     "runner_v1": Case(environment={"VLLM_USE_V2_MODEL_RUNNER": "0"}),
     # No short steps here: with them vLLM's own prefill outgrows its locked workspace.
     "runner_v1_drafts3": Case(
-        drafting(3, **_NGRAM),
+        drafting(3, **_NGRAM, **_KEPT_BY_LOT) | {"max_num_seqs": 16},
         environment={"VLLM_USE_V2_MODEL_RUNNER": "0"},
         repeating=True,
     ),
     "lora": Case({"enable_lora": True}),
-    "pipeline": Case({"pipeline_parallel_size": 2}, devices=2),
     "data_parallel": Case(
         environment={"VLLM_DP_SIZE": "2", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
         batches=(6,),
         devices=2,
     ),
+    # Last: vLLM looks at the whole GPU's memory here, and others may still be starting.
+    "sleep": Case({"enable_sleep_mode": True}, batches=(6,)),
 }
 
 
@@ -298,9 +306,11 @@ def run_case(engine: Any, name: str, vocabulary: int) -> dict[str, list[dict]]:
 
 
 def _alone(engine: Any, case: Case, batch: list[dict]) -> dict[str, list[dict]]:
-    """The last batch's first requests, each by itself."""
+    """The last batch's first requests, each by itself, and the first batch again."""
     alone = [decode(engine, [request], case.tokens)[0] for request in batch[:4]]
-    return {"alone": alone}
+    vocabulary = engine.llm_engine.model_config.get_vocab_size()
+    first = prompts(case, case.batches[0], vocabulary, 0)
+    return {"alone": alone, "batch 0 again": decode(engine, first, case.tokens)}
 
 
 def _with_a_shared_prefix(
@@ -361,10 +371,14 @@ class Watch:
 
         self.kinds: Counter[str] = Counter()
         self.least_accepted: torch.Tensor | None = None
+        self._wait_once = False
         build = GDNAttentionMetadataBuilder.build
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             metadata = build(*args, **kwargs)
+            if self._wait_once:
+                self._wait_once = False
+                torch.zeros(1, device="cuda").item()
             self._count(metadata)
             if metadata.num_spec_decodes:
                 asked = inspect.signature(build).bind(*args, **kwargs).arguments
@@ -376,9 +390,10 @@ class Watch:
         GDNAttentionMetadataBuilder.build = watched
 
     def start(self) -> None:
-        """Forget what was seen so far."""
+        """Forget what was seen so far; wait for the device where vLLM should notice."""
         self.kinds.clear()
         self.least_accepted = None
+        self._wait_once = "VLLM_GPU_SYNC_CHECK" in os.environ
 
     def _count(self, metadata: Any) -> None:
         from vllm.model_executor.layers.mamba.gdn.kda_decode.routes import batch_kind
@@ -390,10 +405,7 @@ class Watch:
             self.kinds["prefill with verify"] += 1
 
     def _look_at_drafts(self, drafted: torch.Tensor, accepted: torch.Tensor) -> None:
-        verified = drafted >= 0
-        if bool((verified[1:] & ~verified[:-1]).any()):
-            self.kinds["verify behind another row"] += 1
-        for count in drafted[verified].tolist():
+        for count in drafted[drafted >= 0].tolist():
             self.kinds[f"{count} drafted"] += 1
         least = accepted.min()
         if self.least_accepted is not None:
@@ -425,6 +437,14 @@ def make_engine(model: str, case: Case, kda_backend: str | None) -> Any:
     return LLM(**arguments)
 
 
+def on_models(engine: Any, function: Callable[[torch.nn.Module], Any]) -> list[Any]:
+    """Call ``function`` on each worker's model, wherever the worker runs.
+
+    ``LLM.apply_model`` sends functions by a pickle that does not know this script's.
+    """
+    return engine.collective_rpc(lambda worker: function(worker.get_model()))
+
+
 def count_layers(model: torch.nn.Module) -> dict[str, int]:
     return dict(Counter(type(module).__name__ for module in model.modules()))
 
@@ -444,7 +464,7 @@ _COUNTERS = (
 
 def describe(engine: Any, watch: Watch, found: dict[str, list[dict]]) -> dict:
     layers = Counter()
-    for counted in engine.apply_model(count_layers):
+    for counted in on_models(engine, count_layers):
         layers.update(counted)
     config = engine.llm_engine.vllm_config.compilation_config
     return {
@@ -469,23 +489,17 @@ def serve(options: argparse.Namespace) -> dict[str, Any]:
     start = time.perf_counter()
     engine = make_engine(options.model, case, options.kda_backend)
     started = time.perf_counter() - start
-    reserved = engine.apply_model(memory)
+    reserved = on_models(engine, memory)
     vocabulary = engine.llm_engine.model_config.get_vocab_size()
-    engine.apply_model(seed_in_worker(1))
+    on_models(engine, partial(seed_weights, seed=1))
     watch.start()
     if os.environ.get("VLLM_DP_RANK", "0") != "0":
         # The idle rank: done after two tokens, and there for the other's steps.
         decode(engine, prompts(case, 1, vocabulary, 0), 2)
-        while not options.out.with_name(options.out.name.replace("-dp1", "")).exists():
-            time.sleep(0.2)
-        return {}
+        signal.pause()
     found = run_case(engine, options.case, vocabulary)
     more = {"seconds to start": started, "memory": reserved}
     return describe(engine, watch, found) | more
-
-
-def seed_in_worker(seed: int) -> Callable[[torch.nn.Module], None]:
-    return lambda model: seed_weights(model, seed)
 
 
 def main() -> None:
