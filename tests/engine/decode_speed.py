@@ -82,7 +82,7 @@ class Routes:
         ]
         # Kept too: were they freed, their memory pool would go with them.
         self._from_start = self.manager.graphs
-        self._kept: dict[str, tuple[list[dict[str, Any]], dict]] = {}
+        self._kept: dict[str, tuple[list[tuple], dict]] = {}
         if not self._layers:
             self._kept[BASE] = ([], self._from_start)
             return
@@ -126,10 +126,7 @@ class Routes:
                 )
                 if layer._decode is not None:
                     layer._bind_decode()
-        taken = [
-            {"_decode": layer._decode, "decode_resolution": layer.decode_resolution}
-            for layer in self._layers
-        ]
+        taken = [(layer._decode, layer.decode_resolution) for layer in self._layers]
         self.manager.graphs = {}
         self.manager._capture_descs = {
             mode: sizes
@@ -142,9 +139,8 @@ class Routes:
     def use(self, name: str) -> None:
         """Decode by this route from now on."""
         taken, self.manager.graphs = self._kept[name]
-        for layer, attributes in zip(self._layers, taken, strict=True):
-            for attribute, value in attributes.items():
-                setattr(layer, attribute, value)
+        for layer, of_layer in zip(self._layers, taken, strict=True):
+            layer._decode, layer.decode_resolution = of_layer
 
 
 def generate(engine: Any, batch: int, tokens: int) -> None:

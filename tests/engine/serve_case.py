@@ -235,7 +235,7 @@ def _expert_weights(
 
 def reload(engine: Any, seed: int) -> None:
     """Load the weights of ``seed`` through vLLM's own call for that."""
-    model = next(iter(engine.apply_model(lambda model: model)))
+    [model] = on_models(engine, lambda model: model)
     # vLLM puts the parameters on the meta device before it asks for the first.
     weights = list(checkpoint_weights(model, seed))
     engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
@@ -294,7 +294,7 @@ def run_case(engine: Any, name: str, vocabulary: int) -> dict[str, list[dict]]:
         batch = prompts(case, count, vocabulary, number)
         found[f"batch {number} of {count}"] = decode(engine, batch, case.tokens)
     more = {
-        "graphs": _alone,
+        "graphs": _alone_and_again,
         "prefix": _with_a_shared_prefix,
         "sleep": _after_sleep,
         "reload": _after_reload,
@@ -305,7 +305,9 @@ def run_case(engine: Any, name: str, vocabulary: int) -> dict[str, list[dict]]:
     return found
 
 
-def _alone(engine: Any, case: Case, batch: list[dict]) -> dict[str, list[dict]]:
+def _alone_and_again(
+    engine: Any, case: Case, batch: list[dict]
+) -> dict[str, list[dict]]:
     """The last batch's first requests, each by itself, and the first batch again."""
     alone = [decode(engine, [request], case.tokens)[0] for request in batch[:4]]
     vocabulary = engine.llm_engine.model_config.get_vocab_size()
@@ -467,12 +469,11 @@ def describe(engine: Any, watch: Watch, found: dict[str, list[dict]]) -> dict:
     for counted in on_models(engine, count_layers):
         layers.update(counted)
     config = engine.llm_engine.vllm_config.compilation_config
+    least = watch.least_accepted
     return {
         "tokens": found,
         "kinds": watch.kinds,
-        "least accepted": None
-        if watch.least_accepted is None
-        else int(watch.least_accepted),
+        "least accepted": None if least is None else int(least),
         "layers": layers,
         "captured sizes": config.cudagraph_capture_sizes,
         "cudagraph mode": str(config.cudagraph_mode),

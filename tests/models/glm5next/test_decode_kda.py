@@ -606,19 +606,12 @@ def test_c13_each_live_row_among_empty_ones_gets_its_own_state(lens):
 def test_c12_draft_rows_behind_others_go_to_vllm_in_token_order():
     """vLLM picks the tokens of either kind from the step's own by these indices."""
     under_test = layer_with(B12xDouble(single_token=True), num_spec=3)
-    table = [[4 * row + column for column in range(1, 5)] for row in range(4)]
-    batch = Batch(
-        [1, 4, 6, 4],
-        table,
-        computed=[9, 20, 0, 20],
-        drafts=[-1, 3, -1, 3],
-        accepted=[1, 2, 1, 3],
-        prefilling=[False, False, True, False],
-    )
+    [batch] = [s.batch for s in SCENARIOS if s.name == "verify behind other rows"]
+    assert batch.query_lens == [1, 4, 6, 4] and batch.drafts == [-1, 3, -1, 3]
     metadata = under_test.metadata(batch)
     assert metadata.spec_token_indx.tolist() == [1, 2, 3, 4, 11, 12, 13, 14]
     assert metadata.non_spec_token_indx.tolist() == [0, 5, 6, 7, 8, 9, 10]
-    assert metadata.spec_state_indices_tensor.tolist() == [table[1], table[3]]
+    assert metadata.spec_state_indices_tensor.tolist() == batch.slots[1::2]
     assert metadata.non_spec_state_indices_tensor.tolist() == [1, 9]
     layer, taken = under_test.layer, {}
     layer._forward = lambda **tensors: taken.update(tensors)

@@ -436,12 +436,13 @@ def _float64_rows(
     starts = [0, *accumulate(batch.query_lens)]
     slots = torch.tensor(batch.slots)
     drafts = batch.drafts
-    if max(batch.query_lens) <= 1 if drafts is None else min(drafts) >= 0:
+    plain = drafts is None and max(batch.query_lens) <= 1
+    if plain or (drafts is not None and min(drafts) >= 0):
         return reference_kda_decode(
             **arguments,
             conv_state=conv_state,
             recurrent_state=recurrent_state,
-            state_indices=slots[:, :1] if drafts is None else slots,
+            state_indices=slots[:, :1] if plain else slots,
             query_start_loc=torch.tensor(starts),
             num_accepted_tokens=None
             if drafts is None

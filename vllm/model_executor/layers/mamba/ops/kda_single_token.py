@@ -694,12 +694,11 @@ def _alignment(elements: int, *rows: torch.Tensor) -> int:
 
 def _launch(
     variant: _Variant,
-    operands: _Operands,
+    t: _Operands,
     lower_bound: float,
     eps: float,
     scale: float | None,
 ) -> None:
-    t = operands
     heads, dim = t.raw_g.shape[1:]
     # Strides decide alone in practice, so one geometry needs one binary.
     in_align = _alignment(4, t.mixed_qkv, t.raw_g)
@@ -812,16 +811,15 @@ def _check(
         )
 
 
-def _check_operands(operands: _Operands) -> None:
+def _check_operands(t: _Operands) -> None:
     """Raise TypeError or ValueError for operands that the kernel cannot address."""
-    raw_g = operands.raw_g
-    if raw_g.dim() != 3 or raw_g.shape[2] != HEAD_DIM:
+    if t.raw_g.dim() != 3 or t.raw_g.shape[2] != HEAD_DIM:
         raise ValueError(
             f"kda_single_token: raw_g must have shape [rows, heads, {HEAD_DIM}], got "
-            f"{list(raw_g.shape)}; other head dims need vLLM's own kernels"
+            f"{list(t.raw_g.shape)}; other head dims need vLLM's own kernels"
         )
-    _check_step(operands)
-    _check_layer(operands)
+    _check_step(t)
+    _check_layer(t)
 
 
 def _check_step(t: _Operands) -> None:
