@@ -31,7 +31,10 @@ from vllm.model_executor.layers.mamba.gdn.kda_decode.b12x import (
 from vllm.model_executor.layers.mamba.gdn.kda_decode.one_launch import (
     MIN_COMPUTE_CAPABILITY,
 )
-from vllm.model_executor.layers.mamba.ops.kda_single_token import reference_kda_decode
+from vllm.model_executor.layers.mamba.ops.kda_single_token import (
+    CONV_WIDTH,
+    reference_kda_decode,
+)
 
 NUM_SPEC = 3
 NUM_SLOTS = 24
@@ -402,7 +405,8 @@ def float64_step(
         for slots, computed in zip(batch.slots, batch.computed or (), strict=False)
         if computed == 0
     ]
-    conv_state[fresh] = 0
+    # A prefill writes the window alone; columns for drafts keep what they hold.
+    conv_state[fresh, :, : CONV_WIDTH - 1] = 0
     recurrent_state[fresh] = 0
     convs = (layer.q_conv1d, layer.k_conv1d, layer.v_conv1d)
     arguments = {
