@@ -8,8 +8,9 @@ graphs of its own over the same weights and caches, and the routes take turns. W
 ``VLLM_PLUGINS=""`` it times stock vLLM, in an engine of its own.
 
 Weights are those of ``serve_case.py``. Each request is held to a token of its own, so
-that the routes decode the same text: another one would take other experts. A step lasts
-from one graph launch to the next, on the GPU's clock.
+that the routes decode the same text: another one would take other experts. How far a
+route's log probabilities of that text are from vLLM's says whether it did. A step lasts
+from one launch of the batch's graph to the next, on the GPU's clock.
 """
 
 import argparse
@@ -143,7 +144,7 @@ class Routes:
             layer._decode, layer.decode_resolution = of_layer
 
 
-def generate(engine: Any, batch: int, tokens: int) -> None:
+def generate(engine: Any, batch: int, tokens: int, logprobs: int | None = None) -> Any:
     """Decode ``batch`` requests, each one token again and again."""
     from vllm import SamplingParams
 
@@ -158,13 +159,29 @@ def generate(engine: Any, batch: int, tokens: int) -> None:
                 ignore_eos=True,
                 detokenize=False,
                 allowed_token_ids=prompt[-1:],
+                logprobs=logprobs,
             )
         )
-    engine.generate(requests, sampling, use_tqdm=False)
+    return engine.generate(requests, sampling, use_tqdm=False)
+
+
+def log_probabilities(engine: Any, batch: int, tokens: int) -> list[float]:
+    """What the model thinks of the tokens that the requests are held to."""
+    return [
+        place[token].logprob
+        for output in generate(engine, batch, tokens, logprobs=0)
+        for token, place in zip(
+            output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True
+        )
+    ]
 
 
 def milliseconds_per_step(engine: Any, manager: Any, batch: int, steps: int) -> float:
-    """Median time of the steps of one run."""
+    """Median time of one run's steps on the batch's own graph.
+
+    Raises:
+        RuntimeError: The requests did not decode all at once.
+    """
     import torch
 
     launches = []
@@ -173,7 +190,7 @@ def milliseconds_per_step(engine: Any, manager: Any, batch: int, steps: int) -> 
     def timed(description: Any) -> Any:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
-        launches.append(event)
+        launches.append((description.num_tokens, event))
         return launch(description)
 
     manager.run_fullgraph = timed
@@ -182,51 +199,84 @@ def milliseconds_per_step(engine: Any, manager: Any, batch: int, steps: int) -> 
     finally:
         manager.run_fullgraph = launch
     torch.accelerator.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in pairwise(launches))
+    times = [
+        event.elapsed_time(following)
+        for (rows, event), (_, following) in pairwise(launches)
+        if rows == batch
+    ]
+    if not steps // 2 <= len(times) <= steps:
+        raise RuntimeError(
+            f"{batch} requests of {steps} tokens took {len(times)} steps of {batch} "
+            "rows: they did not decode all at once. Make the KV cache larger."
+        )
+    return statistics.median(times)
 
 
-def print_kernels(engine: Any, batch: int, steps: int, count: int = 15) -> None:
-    """Print the kernels of a run that took longest, in microseconds of a step."""
+def kernel_times(engine: Any, batch: int, steps: int) -> dict[str, float]:
+    """Microseconds of a step by kernel; the prefill's share is in it."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         generate(engine, batch, steps)
-    events = sorted(
-        profiler.key_averages(), key=lambda e: e.self_device_time_total, reverse=True
-    )
-    total = sum(event.self_device_time_total for event in events)
-    print(f"  {total / steps:.0f} us of kernels a step, prefill included")
-    for event in events[:count]:
+    return {
+        event.key: event.self_device_time_total / steps
+        for event in profiler.key_averages()
+    }
+
+
+def print_kernels(
+    found: dict[str, float], base: dict[str, float], count: int = 12
+) -> None:
+    """Print the kernels that differ most from the base's, in microseconds of a step."""
+    print(f"  {sum(found.values()):.0f} us of kernels, {BASE} {sum(base.values()):.0f}")
+
+    def difference(kernel: str) -> float:
+        return found.get(kernel, 0.0) - base.get(kernel, 0.0)
+
+    kernels = sorted(found | base, key=lambda k: abs(difference(k)), reverse=True)
+    for kernel in kernels[:count]:
         print(
-            f"  {event.self_device_time_total / steps:8.1f} us in "
-            f"{event.count / steps:6.1f} calls of {event.key[:90]}"
+            f"  {difference(kernel):+8.1f} us: {found.get(kernel, 0.0):8.1f} and "
+            f"{base.get(kernel, 0.0):8.1f} of {kernel[:80]}"
         )
 
 
 def time_routes(
     engine: Any, routes: Routes, batch: int, options: argparse.Namespace
 ) -> dict[str, list[float]]:
-    """Readings in milliseconds by route, the routes taking turns."""
+    """Readings in milliseconds by route, the routes taking turns.
+
+    A first run, not timed, compares what the routes compute.
+    """
     readings: dict[str, list[float]] = {name: [] for name in routes.names}
-    for repetition in range(options.repetitions + 1):
+    texts = {}
+    for name in readings:
+        routes.use(name)
+        texts[name] = log_probabilities(engine, batch, options.steps)
+    for _ in range(options.repetitions):
         for name, found in readings.items():
             routes.use(name)
-            taken = milliseconds_per_step(
-                engine, routes.manager, batch, options.steps if repetition else 4
+            found.append(
+                milliseconds_per_step(engine, routes.manager, batch, options.steps)
             )
-            if repetition:
-                found.append(taken)
     for name, found in readings.items():
         median = statistics.median(found)
         ratio = median / statistics.median(readings[BASE])
+        apart = [abs(a - b) for a, b in zip(texts[name], texts[BASE], strict=True)]
         print(
             f"batch {batch:3d} {name:18s} {median:7.3f} ms a step "
-            f"({min(found):.3f} to {max(found):.3f}), {ratio:.3f} of {BASE}",
+            f"({min(found):.3f} to {max(found):.3f}), {ratio:.3f} of {BASE}; log "
+            f"probabilities {statistics.median(apart):.3f} apart, {max(apart):.3f} at "
+            "most",
             flush=True,
         )
-        if options.profile:
+    if options.profile:
+        kernels = {}
+        for name in readings:
             routes.use(name)
-            print_kernels(engine, batch, options.steps)
+            kernels[name] = kernel_times(engine, batch, options.steps)
+            print(f"batch {batch:3d} {name}:")
+            print_kernels(kernels[name], kernels[BASE])
     return readings
 
 
@@ -236,7 +286,9 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--repetitions", type=int, default=7)
-    parser.add_argument("--profile", action="store_true", help="list the kernels too")
+    parser.add_argument(
+        "--profile", action="store_true", help="list the kernels that differ too"
+    )
     parser.add_argument(
         "--turns",
         type=Path,
