@@ -83,6 +83,7 @@ CASES: dict[str, Case] = {
         batches=(1, 5, 32, 32),
         tokens=512,
     ),
+    "large": Case({"max_num_seqs": 128}, batches=(128,)),
     "chunked": Case({"max_num_batched_tokens": 64, "max_num_seqs": 16}),
     "prefix": Case(
         {

@@ -334,6 +334,7 @@ def test_triton_is_stock(reports):
 
 WANTED_KINDS = {
     "graphs": {"SINGLE_TOKEN", "OTHER"},
+    "large": {"SINGLE_TOKEN", "OTHER"},
     "chunked": {"SINGLE_TOKEN", "OTHER", "prefill with decode"},
     "drafts1": {"PACKED", "OTHER", "1 drafted"},
     "drafts3": {"PACKED", "OTHER", "3 drafted", "prefill with verify"},
