@@ -43,6 +43,7 @@ from vllm.model_executor.layers.mamba.gdn.kda_decode.b12x import (
 )
 from vllm.model_executor.layers.mamba.gdn.kda_decode.routes import BatchKind, Call
 from vllm.model_executor.layers.mamba.gdn.kda_decode.step import decode_step
+from vllm.model_executor.layers.mamba.ops import kda_single_token
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -790,17 +791,12 @@ def test_vllms_layerwise_reload(double, backend, caplog_vllm):
     layer = under_test.layer
     metadata = under_test.metadata(PLAIN)
     addresses = {n: t.data_ptr() for n, t in layer.state_dict().items()}
-    record_metadata_for_reloading(layer)
-    initialize_layerwise_reload(layer)
     generator = torch.Generator().manual_seed(9)
-    for name, parameter in list(layer.named_parameters()):
-        value = torch.randn(parameter.shape, generator=generator) * 0.1
-        if "in_proj" in name:
-            for shard, rows in enumerate(value.split(layer_shards(layer))):
-                parameter.weight_loader(parameter, rows, shard)
-        else:
-            parameter.weight_loader(parameter, value)
-    finalize_layerwise_reload(layer, under_test.config.model_config)
+    weights = {
+        name: torch.randn(parameter.shape, generator=generator) * 0.1
+        for name, parameter in layer.named_parameters()
+    }
+    layerwise_reload(under_test, weights)
     assert {n: t.data_ptr() for n, t in layer.state_dict().items()} == addresses
     assert "Failed to load" not in caplog_vllm.text
     found = under_test.run(hidden(3), metadata)
@@ -812,9 +808,73 @@ def test_vllms_layerwise_reload(double, backend, caplog_vllm):
     assert torch.equal(under_test.pages, fresh.pages)
 
 
+def layerwise_reload(under_test, weights):
+    """Load ``weights``, by parameter, through vLLM's own reload."""
+    layer = under_test.layer
+    record_metadata_for_reloading(layer)
+    initialize_layerwise_reload(layer)
+    for name, parameter in list(layer.named_parameters()):
+        if "in_proj" in name:
+            for shard, rows in enumerate(weights[name].split(layer_shards(layer))):
+                parameter.weight_loader(parameter, rows, shard)
+        else:
+            parameter.weight_loader(parameter, weights[name])
+    finalize_layerwise_reload(layer, under_test.config.model_config)
+
+
 def layer_shards(layer):
     part = layer.local_projection_size
     return [part, part, part, layer.local_num_heads, layer.head_dim, layer.head_dim]
+
+
+def tensors():
+    return {id(x): x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)}
+
+
+@pytest.mark.parametrize(
+    ("double", "backend"),
+    (
+        (None, "triton"),
+        (B12xDouble(), "b12x"),
+        (B12xDouble(live=False), "b12x"),
+        (NO_B12X, None),
+    ),
+    ids=("triton", "b12x live", "b12x staged", "one_launch"),
+)
+def test_sleep_at_level_2_loses_nothing(double, backend, monkeypatch):
+    """vLLM drops all memory that was taken while the model was built.
+
+    It saves the buffers and has the weights loaded again.
+    """
+    # On many, the one-launch kernel counts the programs that share a head.
+    monkeypatch.setattr(kda_single_token, "_num_sms", lambda device: 132)
+    made = []
+    build = Glm5NextDecodeLinearAttention.__init__
+
+    def watched(*args, **kwargs):
+        before = tensors()
+        build(*args, **kwargs)
+        made.extend(x for key, x in tensors().items() if key not in before)
+
+    with mock.patch.object(Glm5NextDecodeLinearAttention, "__init__", watched):
+        under_test = layer_with(double, backend=backend)
+    layer = under_test.layer
+    wanted = under_test.run(hidden(3), under_test.metadata(PLAIN))
+    states = under_test.pages.clone()
+
+    buffers = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    weights = {name: weight.clone() for name, weight in layer.named_parameters()}
+    assert {id(weight) for weight in layer.parameters()} <= {id(x) for x in made}
+    for tensor in made:
+        tensor.untyped_storage().fill_(255)
+    for name, buffer in layer.named_buffers():
+        buffer.copy_(buffers[name])
+    layerwise_reload(under_test, weights)
+
+    reset(under_test)
+    found = under_test.run(hidden(3), under_test.metadata(PLAIN))
+    assert torch.equal(found, wanted)
+    assert torch.equal(under_test.pages, states)
 
 
 @ON_EACH_BACKEND
