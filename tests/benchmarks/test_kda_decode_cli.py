@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from vllm.benchmarks.kda_decode import check
+from vllm.benchmarks.kda_decode.bench import LAYERS, packed_pools
 from vllm.benchmarks.kda_decode.check import SCENARIOS, Route, check_step, run_check
 from vllm.benchmarks.kda_decode.cli import parser
 
@@ -83,3 +84,25 @@ def test_a_nan_is_a_mismatch():
     found[2] = torch.nan
     error = check.Error.of(found, wanted)
     assert not error.relative <= 1.0
+
+
+def test_packed_pools_give_every_slot_of_every_layer_its_own_bytes():
+    page = 2 * 128 * (128 * 4 + 3 * 3 * 2)
+    pools = packed_pools(2, 5, 3 * page + 16, device="cpu")
+    assert len(pools) == LAYERS
+    for conv, state in pools:
+        assert conv.shape == (5, 3 * 2 * 128, 3) and conv.stride(1) == 1
+        assert state.shape == (5, 2, 128, 128) and state[0].is_contiguous()
+        assert state.stride(0) * 4 == conv.stride(0) * 2 == 3 * page + 16
+    for value, (conv, state) in enumerate(pools):
+        conv.fill_(value)
+        state.fill_(value)
+    for value, (conv, state) in enumerate(pools):
+        assert bool((conv == value).all()) and bool((state == value).all())
+
+
+@pytest.mark.parametrize("off", (-16, 8))
+def test_packed_pools_refuse_blocks_that_hold_no_page(off):
+    page = 2 * 128 * (128 * 4 + 3 * 3 * 2)
+    with pytest.raises(RuntimeError, match="--block-bytes"):
+        packed_pools(2, 5, page + off, device="cpu")

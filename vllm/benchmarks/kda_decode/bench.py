@@ -91,19 +91,82 @@ _BYTES_A_REPLAY = 200_000_000
 _MAX_ROUNDS = 12
 
 
-def _layer_state(num_heads: int, num_slots: int) -> LayerState:
+# Convolution and recurrent states of one layer.
+Caches = tuple[torch.Tensor, torch.Tensor]
+
+
+def _own_pools(num_heads: int, num_slots: int) -> list[Caches]:
+    channels = 3 * num_heads * HEAD_DIM
+    return [
+        (
+            torch.randn(
+                num_slots, 3, channels, device="cuda", dtype=torch.bfloat16
+            ).transpose(1, 2),
+            torch.randn(num_slots, num_heads, HEAD_DIM, HEAD_DIM, device="cuda").mul_(
+                0.3
+            ),
+        )
+        for _ in range(LAYERS)
+    ]
+
+
+def packed_pools(
+    num_heads: int, num_slots: int, block_bytes: int, device: str = "cuda"
+) -> list[Caches]:
+    """Make caches as vLLM packs a hybrid model's: a block holds pages of many layers.
+
+    Args:
+        num_heads: Local heads.
+        num_slots: Slots of a layer.
+        block_bytes: Bytes of a block, which is the distance of a layer's slots.
+        device: Where they go.
+
+    Returns:
+        For each of the 34 layers its convolution states, ``[slots, 3 * H * D, 3]``
+        bf16, and its recurrent states, ``[slots, H, D, D]`` fp32.
+
+    Raises:
+        RuntimeError: A block does not hold a page, or would not keep its alignment.
+    """
+    channels = 3 * num_heads * HEAD_DIM
+    conv_bytes, state_bytes = 2 * 3 * channels, 4 * num_heads * HEAD_DIM**2
+    page = conv_bytes + state_bytes
+    if block_bytes < page or block_bytes % 16:
+        raise RuntimeError(
+            f"blocks of {block_bytes} bytes do not fit {num_heads} heads: they need a "
+            f"multiple of 16 from {page} on (--block-bytes)"
+        )
+    pages_per_block = block_bytes // page
+    blocks: list[torch.Tensor] = []
+    caches = []
+    for layer in range(LAYERS):
+        place = layer % pages_per_block
+        if place == 0:
+            shape = (num_slots, block_bytes)
+            blocks.append(torch.empty(shape, dtype=torch.int8, device=device))
+        conv, state = blocks[-1][:, place * page :][:, :page].split(
+            (conv_bytes, state_bytes), 1
+        )
+        conv = conv.view(torch.bfloat16).unflatten(1, (3, channels)).transpose(1, 2)
+        state = state.view(torch.float32).unflatten(1, (-1, HEAD_DIM, HEAD_DIM))
+        caches.append((conv.normal_(), state.normal_(std=0.3)))
+    return caches
+
+
+def _layer_state(num_heads: int, caches: Caches) -> LayerState:
     channels = 3 * num_heads * HEAD_DIM
 
     def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.randn(shape, device="cuda", dtype=dtype)
 
+    conv_state, recurrent_state = caches
     return LayerState(
         conv_weight=randn(4, channels).t().mul_(0.5),
         A_log=randn(num_heads).abs_().log_(),
         dt_bias=randn(num_heads, HEAD_DIM),
         norm_weight=randn(HEAD_DIM, dtype=torch.bfloat16),
-        conv_state=randn(num_slots, 3, channels, dtype=torch.bfloat16).transpose(1, 2),
-        recurrent_state=randn(num_slots, num_heads, HEAD_DIM, HEAD_DIM).mul_(0.3),
+        conv_state=conv_state,
+        recurrent_state=recurrent_state,
         lower_bound=_LOWER_BOUND,
         eps=_EPS,
         scale=HEAD_DIM**-0.5,
@@ -328,20 +391,29 @@ def _microseconds(runs: Sequence[Callable[[], None]], replays: int) -> float:
     return statistics.median(times)
 
 
-def time_case(num_heads: int, batch: int, replays: int) -> dict[str, float]:
+def time_case(
+    num_heads: int, batch: int, replays: int, block_bytes: int | None = None
+) -> dict[str, float]:
     """Time every path at one size.
 
     Args:
         num_heads: Local heads.
         batch: Requests, one token each.
         replays: Graph replays that the median is taken over.
+        block_bytes: Of :func:`packed_pools`; None for a dense pool to each layer.
 
     Returns:
         Microseconds per layer, by path.
     """
     state_bytes = LAYERS * batch * num_heads * HEAD_DIM**2 * 4
     rounds = min(_MAX_ROUNDS, -(-_BYTES_A_REPLAY // state_bytes))
-    states = [_layer_state(num_heads, rounds * batch + 1) for _ in range(LAYERS)]
+    num_slots = rounds * batch + 1
+    pools = (
+        _own_pools(num_heads, num_slots)
+        if block_bytes is None
+        else packed_pools(num_heads, num_slots, block_bytes)
+    )
+    states = [_layer_state(num_heads, caches) for caches in pools]
     steps = [_step(num_heads, batch, 1 + r * batch) for r in range(rounds)]
 
     def timed(make: MakeRun) -> float:
@@ -451,6 +523,7 @@ def run_bench(
     replays: int,
     output_json: Path | None,
     picture: Path | None,
+    block_bytes: int | None = None,
 ) -> None:
     """Time every size, print the table, and write what was asked for.
 
@@ -460,9 +533,11 @@ def run_bench(
         replays: Graph replays that each median is taken over.
         output_json: Where the figures go, or None.
         picture: Where the plot goes, or None.
+        block_bytes: Of :func:`packed_pools`; None for a dense pool to each layer.
 
     Raises:
-        RuntimeError: There is no CUDA device, or no matplotlib for a plot.
+        RuntimeError: There is no CUDA device, no matplotlib for a plot, or a block
+            does not hold a page.
     """
     if not current_platform.is_cuda():
         raise RuntimeError("bench needs a CUDA device and found none")
@@ -470,7 +545,8 @@ def run_bench(
     sizes = [(h, b) for h in heads for b in batches]
     rows = []
     for num_heads, batch in tqdm(sizes, desc="glm5next-kda bench", unit="size"):
-        rows.append(_row(num_heads, batch, time_case(num_heads, batch, replays)))
+        times = time_case(num_heads, batch, replays, block_bytes)
+        rows.append(_row(num_heads, batch, times))
     print("microseconds per layer (speed-up over vLLM's path)")
     print_rows(rows)
     if output_json is not None:

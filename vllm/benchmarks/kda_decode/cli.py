@@ -90,6 +90,13 @@ def _add_bench(commands: Any) -> None:
         default=50,
         help="replays behind a median (default: 50)",
     )
+    bench.add_argument(
+        "--block-bytes",
+        type=_positive,
+        metavar="N",
+        help="lay the slots of a layer N bytes apart, with other layers' between, as "
+        "vLLM's KV cache does (default: each layer has a dense pool)",
+    )
     bench.add_argument("--output-json", type=Path, help="write the figures here")
     bench.add_argument("--plot", type=Path, help="draw them here (needs matplotlib)")
 
@@ -104,6 +111,7 @@ def _run_bench(options: argparse.Namespace) -> int:
             options.replays,
             options.output_json,
             options.plot,
+            options.block_bytes,
         )
     except RuntimeError as error:
         print(f"glm5next-kda: {error}", file=sys.stderr)
