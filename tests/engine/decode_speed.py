@@ -248,6 +248,8 @@ def time_routes(
 
     A first run, not timed, compares what the routes compute.
     """
+    import torch
+
     readings: dict[str, list[float]] = {name: [] for name in routes.names}
     texts = {}
     for name in readings:
@@ -262,12 +264,12 @@ def time_routes(
     for name, found in readings.items():
         median = statistics.median(found)
         ratio = median / statistics.median(readings[BASE])
-        apart = [abs(a - b) for a, b in zip(texts[name], texts[BASE], strict=True)]
+        # A tensor's median and maximum are NaN where one of its values is.
+        apart = (torch.tensor(texts[name]) - torch.tensor(texts[BASE])).abs()
         print(
             f"batch {batch:3d} {name:18s} {median:7.3f} ms a step "
             f"({min(found):.3f} to {max(found):.3f}), {ratio:.3f} of {BASE}; log "
-            f"probabilities {statistics.median(apart):.3f} apart, {max(apart):.3f} at "
-            "most",
+            f"probabilities {apart.median():.3f} apart, {apart.max():.3f} at most",
             flush=True,
         )
     if options.profile:
