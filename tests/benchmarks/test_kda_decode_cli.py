@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from vllm.benchmarks.kda_decode import check
-from vllm.benchmarks.kda_decode.bench import LAYERS, packed_pools
+from vllm.benchmarks.kda_decode.bench import LAYERS, state_pools
 from vllm.benchmarks.kda_decode.check import SCENARIOS, Route, check_step, run_check
 from vllm.benchmarks.kda_decode.cli import parser
 
@@ -86,14 +86,19 @@ def test_a_nan_is_a_mismatch():
     assert not error.relative <= 1.0
 
 
-def test_packed_pools_give_every_slot_of_every_layer_its_own_bytes():
-    page = 2 * 128 * (128 * 4 + 3 * 3 * 2)
-    pools = packed_pools(2, 5, 3 * page + 16, device="cpu")
+# Bytes of a state slot of two heads.
+PAGE = 2 * 128 * (128 * 4 + 3 * 3 * 2)
+
+
+@pytest.mark.parametrize("block_bytes", (None, PAGE, 3 * PAGE + 16))
+def test_state_pools_give_every_slot_of_every_layer_its_own_bytes(block_bytes):
+    pools = state_pools(2, 5, block_bytes, device="cpu")
     assert len(pools) == LAYERS
     for conv, state in pools:
         assert conv.shape == (5, 3 * 2 * 128, 3) and conv.stride(1) == 1
         assert state.shape == (5, 2, 128, 128) and state[0].is_contiguous()
-        assert state.stride(0) * 4 == conv.stride(0) * 2 == 3 * page + 16
+        distance = block_bytes or PAGE
+        assert state.stride(0) * 4 == conv.stride(0) * 2 == distance
     for value, (conv, state) in enumerate(pools):
         conv.fill_(value)
         state.fill_(value)
@@ -102,7 +107,6 @@ def test_packed_pools_give_every_slot_of_every_layer_its_own_bytes():
 
 
 @pytest.mark.parametrize("off", (-16, 8))
-def test_packed_pools_refuse_blocks_that_hold_no_page(off):
-    page = 2 * 128 * (128 * 4 + 3 * 3 * 2)
+def test_state_pools_refuse_blocks_that_hold_no_page(off):
     with pytest.raises(RuntimeError, match="--block-bytes"):
-        packed_pools(2, 5, page + off, device="cpu")
+        state_pools(2, 5, PAGE + off, device="cpu")

@@ -227,17 +227,18 @@ def kernel_times(engine: Any, batch: int, steps: int) -> dict[str, float]:
 def print_kernels(
     found: dict[str, float], base: dict[str, float], count: int = 12
 ) -> None:
-    """Print the kernels that differ most from the base's, in microseconds of a step."""
+    """Print the kernels that differ most from the base's, then those that last longest.
+
+    In microseconds of a step.
+    """
     print(f"  {sum(found.values()):.0f} us of kernels, {BASE} {sum(base.values()):.0f}")
 
-    def difference(kernel: str) -> float:
-        return found.get(kernel, 0.0) - base.get(kernel, 0.0)
-
-    kernels = sorted(found | base, key=lambda k: abs(difference(k)), reverse=True)
-    for kernel in kernels[:count]:
+    both = [(found.get(k, 0.0), base.get(k, 0.0), k) for k in found | base]
+    both.sort(key=lambda times: (abs(times[0] - times[1]), times[0]), reverse=True)
+    for taken, by_base, kernel in both[:count]:
         print(
-            f"  {difference(kernel):+8.1f} us: {found.get(kernel, 0.0):8.1f} and "
-            f"{base.get(kernel, 0.0):8.1f} of {kernel[:80]}"
+            f"  {taken - by_base:+8.1f} us: {taken:8.1f} and {by_base:8.1f} of "
+            f"{kernel[:80]}"
         )
 
 
@@ -254,7 +255,7 @@ def time_routes(
     texts = {}
     for name in readings:
         routes.use(name)
-        texts[name] = log_probabilities(engine, batch, options.steps)
+        texts[name] = torch.tensor(log_probabilities(engine, batch, options.steps))
     for _ in range(options.repetitions):
         for name, found in readings.items():
             routes.use(name)
@@ -265,7 +266,7 @@ def time_routes(
         median = statistics.median(found)
         ratio = median / statistics.median(readings[BASE])
         # A tensor's median and maximum are NaN where one of its values is.
-        apart = (torch.tensor(texts[name]) - torch.tensor(texts[BASE])).abs()
+        apart = (texts[name] - texts[BASE]).abs()
         print(
             f"batch {batch:3d} {name:18s} {median:7.3f} ms a step "
             f"({min(found):.3f} to {max(found):.3f}), {ratio:.3f} of {BASE}; log "
@@ -277,8 +278,9 @@ def time_routes(
         for name in readings:
             routes.use(name)
             kernels[name] = kernel_times(engine, batch, options.steps)
+        for name, found in kernels.items():
             print(f"batch {batch:3d} {name}:")
-            print_kernels(kernels[name], kernels[BASE])
+            print_kernels(found, kernels[BASE])
     return readings
 
 

@@ -8,6 +8,7 @@ convolution, recurrence and gated norm run on clones of the same caches, in
 Triton's interpreter here and as compiled kernels in the tests marked ``gpu``.
 """
 
+from collections.abc import Iterator
 from functools import cache
 
 import pytest
@@ -87,12 +88,8 @@ def with_own_caches(case: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @cache
-def _counters(device: torch.device, count: int) -> torch.Tensor:
-    return op.arrival_counters(device)
-
-
 def counters(device: torch.device) -> torch.Tensor:
-    return _counters(device, op._MAX_SHARED_HEADS)
+    return op.arrival_counters(device)
 
 
 def run_ours(case: dict[str, torch.Tensor], **constants: float) -> None:
@@ -167,11 +164,13 @@ VARIANTS = [v for v in op._VARIANTS if torch.cuda.is_available() or v != op._WHO
 
 
 @pytest.fixture(params=VARIANTS, ids=lambda v: "-".join(map(str, v)))
-def variant(request, monkeypatch) -> op._Variant:
+def variant(request, monkeypatch) -> Iterator[op._Variant]:
     monkeypatch.setattr(op, "_select_variant", lambda units, num_sms: request.param)
     # The table keeps heads that are shared to fewer; here every batch has to share.
     monkeypatch.setattr(op, "_MAX_SHARED_HEADS", 1024)
-    return request.param
+    counters.cache_clear()
+    yield request.param
+    counters.cache_clear()
 
 
 def forbid_launch(monkeypatch) -> None:

@@ -56,13 +56,16 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
+from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from vllm.benchmarks.kda_decode.layer import HEAD_DIM
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.gdn.kda_decode.b12x import (
     B12xDecode,
     B12xFeatures,
@@ -95,30 +98,19 @@ _MAX_ROUNDS = 12
 Caches = tuple[torch.Tensor, torch.Tensor]
 
 
-def _own_pools(num_heads: int, num_slots: int) -> list[Caches]:
-    channels = 3 * num_heads * HEAD_DIM
-    return [
-        (
-            torch.randn(
-                num_slots, 3, channels, device="cuda", dtype=torch.bfloat16
-            ).transpose(1, 2),
-            torch.randn(num_slots, num_heads, HEAD_DIM, HEAD_DIM, device="cuda").mul_(
-                0.3
-            ),
-        )
-        for _ in range(LAYERS)
-    ]
-
-
-def packed_pools(
-    num_heads: int, num_slots: int, block_bytes: int, device: str = "cuda"
+def state_pools(
+    num_heads: int,
+    num_slots: int,
+    block_bytes: int | None = None,
+    device: str = "cuda",
 ) -> list[Caches]:
-    """Make caches as vLLM packs a hybrid model's: a block holds pages of many layers.
+    """Make caches as vLLM does: a slot's states in a page, pages in a block.
 
     Args:
         num_heads: Local heads.
         num_slots: Slots of a layer.
-        block_bytes: Bytes of a block, which is the distance of a layer's slots.
+        block_bytes: Bytes of a block, which is the distance of a layer's slots. It
+            holds pages of as many layers as fit; None is one layer's page, dense.
         device: Where they go.
 
     Returns:
@@ -128,29 +120,30 @@ def packed_pools(
     Raises:
         RuntimeError: A block does not hold a page, or would not keep its alignment.
     """
-    channels = 3 * num_heads * HEAD_DIM
-    conv_bytes, state_bytes = 2 * 3 * channels, 4 * num_heads * HEAD_DIM**2
-    page = conv_bytes + state_bytes
+    shapes = ((3, 3 * num_heads * HEAD_DIM), (num_heads, HEAD_DIM, HEAD_DIM))
+    dtypes = (torch.bfloat16, torch.float32)
+    page = sum(prod(s) * d.itemsize for s, d in zip(shapes, dtypes, strict=True))
+    block_bytes = page if block_bytes is None else block_bytes
     if block_bytes < page or block_bytes % 16:
         raise RuntimeError(
             f"blocks of {block_bytes} bytes do not fit {num_heads} heads: they need a "
             f"multiple of 16 from {page} on (--block-bytes)"
         )
-    pages_per_block = block_bytes // page
-    blocks: list[torch.Tensor] = []
-    caches = []
-    for layer in range(LAYERS):
-        place = layer % pages_per_block
-        if place == 0:
-            shape = (num_slots, block_bytes)
-            blocks.append(torch.empty(shape, dtype=torch.int8, device=device))
-        conv, state = blocks[-1][:, place * page :][:, :page].split(
-            (conv_bytes, state_bytes), 1
+    # What vLLM's layers ask themselves when they split a page into states.
+    layer = SimpleNamespace(
+        get_state_shape=lambda: shapes, get_state_dtype=lambda: dtypes
+    )
+    per_block = block_bytes // page
+    caches: list[Caches] = []
+    while len(caches) < LAYERS:
+        blocks = torch.empty(
+            num_slots, 1, 1, block_bytes, dtype=torch.int8, device=device
         )
-        conv = conv.view(torch.bfloat16).unflatten(1, (3, channels)).transpose(1, 2)
-        state = state.view(torch.float32).unflatten(1, (-1, HEAD_DIM, HEAD_DIM))
-        caches.append((conv.normal_(), state.normal_(std=0.3)))
-    return caches
+        for pages in blocks[..., : per_block * page].split(page, dim=-1):
+            MambaBase.bind_kv_cache(layer, pages)
+            conv, state = layer.kv_cache
+            caches.append((conv.normal_().transpose(1, 2), state.normal_(std=0.3)))
+    return caches[:LAYERS]
 
 
 def _layer_state(num_heads: int, caches: Caches) -> LayerState:
@@ -400,19 +393,14 @@ def time_case(
         num_heads: Local heads.
         batch: Requests, one token each.
         replays: Graph replays that the median is taken over.
-        block_bytes: Of :func:`packed_pools`; None for a dense pool to each layer.
+        block_bytes: Of :func:`state_pools`.
 
     Returns:
         Microseconds per layer, by path.
     """
     state_bytes = LAYERS * batch * num_heads * HEAD_DIM**2 * 4
     rounds = min(_MAX_ROUNDS, -(-_BYTES_A_REPLAY // state_bytes))
-    num_slots = rounds * batch + 1
-    pools = (
-        _own_pools(num_heads, num_slots)
-        if block_bytes is None
-        else packed_pools(num_heads, num_slots, block_bytes)
-    )
+    pools = state_pools(num_heads, rounds * batch + 1, block_bytes)
     states = [_layer_state(num_heads, caches) for caches in pools]
     steps = [_step(num_heads, batch, 1 + r * batch) for r in range(rounds)]
 
@@ -533,7 +521,7 @@ def run_bench(
         replays: Graph replays that each median is taken over.
         output_json: Where the figures go, or None.
         picture: Where the plot goes, or None.
-        block_bytes: Of :func:`packed_pools`; None for a dense pool to each layer.
+        block_bytes: Of :func:`state_pools`.
 
     Raises:
         RuntimeError: There is no CUDA device, no matplotlib for a plot, or a block
